@@ -1,0 +1,26 @@
+"""Packaging of moeblaze-megatron; `pip install -e .` is the development install."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = (ROOT / "moeblaze_megatron" / "version.py").read_text().split('"')[1]
+
+# megatron.training and its checkpoints import yaml, six and psutil without declaring them.
+MEGATRON = ["megatron-core>=0.19,<0.20", "pyyaml", "six", "psutil"]
+TEST = [*MEGATRON, "pytest", "pytest-timeout", "ruff"]
+
+setup(
+    name="moeblaze-megatron",
+    version=VERSION,
+    description="Mixture-of-experts layers for Megatron-Core without permuted token buffers",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
+    # Triton 3.6's interpreter fails on loops with loaded bounds under numpy 2.4.
+    install_requires=["torch>=2.9", "triton>=3.5", "numpy<2.4"],
+    extras_require={"megatron": MEGATRON, "test": TEST},
+)
