@@ -1,0 +1,214 @@
+"""CPU mode: run megatron.core and megatron.training over gloo on a machine without a GPU.
+
+For development, CI and newcomers. It says nothing about speed, memory, NCCL or overlap, and where
+a GPU is present it does nothing. No installed file is edited; Megatron asks for four things that a
+CPU can stand in for:
+
+    device   every `cuda` device argument becomes `cpu`
+    streams  one thread runs everything in order, so streams and events are no-ops
+    rng      the tracker of "CUDA" generators saves and restores the CPU generator
+    checks   "is there CUDA", `p.type() == "torch.cuda.FloatTensor"` and split sizes as numpy
+
+Seen to train with it (Megatron-Core 0.19, no Transformer Engine, no Apex): EP 1, 2 and 4, PP 2,
+data parallelism with overlapped reduction, the distributed optimizer, fp32 and bf16, full
+recompute, dropout, saving and resuming. Not possible: TP > 1 with MoE (needs the norms of
+Transformer Engine or Apex), Transformer Engine itself.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import types
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+# What Megatron's command line must say on a CPU without Transformer Engine and Apex: (flag, value).
+CPU_ARGUMENTS = (
+    ("--distributed-backend", "gloo"),
+    ("--transformer-impl", "local"),
+    ("--use-cpu-initialization", None),
+    ("--no-gradient-accumulation-fusion", None),
+    ("--no-masked-softmax-fusion", None),
+    ("--no-rope-fusion", None),
+    ("--no-persist-layer-norm", None),
+)
+
+_patched = []
+
+
+def install_cpu_mode(training=False):
+    """Teach torch and megatron.core, and with `training` megatron.training too, to run on a CPU.
+
+    Returns the names that are patched, in order; an empty list where a GPU is present. Further
+    calls patch nothing twice, but may add the part for `training`.
+    """
+    if torch.cuda.is_available():
+        return []
+    if not _patched:
+        # Megatron compiles its small fusions; on a CPU that costs minutes and gains nothing.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        _patch_torch()
+        _patch_megatron_core()
+    if training:
+        _patch_megatron_training()
+    return list(_patched)
+
+
+def cpu_arguments(arguments):
+    """What Megatron's command line `arguments` lacks for a run in CPU mode, as a list to append.
+
+    Exits where a flag is given with a value that a CPU cannot serve.
+    """
+    given = dict(zip(arguments, [*arguments[1:], None], strict=True))
+    given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    wrong = [
+        f"{flag} {given[flag]} (use {value})"
+        for flag, value in CPU_ARGUMENTS
+        if value is not None and given.get(flag, value) != value
+    ]
+    if wrong:
+        sys.exit(f"moeblaze_megatron: not possible in CPU mode: {', '.join(wrong)}")
+    return [
+        word
+        for flag, value in CPU_ARGUMENTS
+        if flag not in given
+        for word in (flag, value)
+        if word is not None
+    ]
+
+
+def _patch(owner, name, value):
+    setattr(owner, name, value)
+    _patched.append(f"{owner.__name__}.{name}")
+
+
+def _is_cuda(device):
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Turn cuda device arguments into cpu, and answer `Tensor.type()` as a CUDA tensor would."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.backward:
+            # torch leaves the mode while this handler runs, but recompute calls the model in here.
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to:
+            args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(out, str):
+            out = out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+class _Stream:
+    """A stream on which everything is already done."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def record_event(self, event=None):
+        event = event or _Event()
+        event.record()
+        return event
+
+
+class _Event:
+    """An event that has happened by the time anyone can ask."""
+
+    def __init__(self, *args, **kwargs):
+        self.time = 0.0
+
+    def record(self, stream=None):
+        self.time = time.perf_counter()
+
+    def wait(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.time - self.time)
+
+
+def _patch_torch():
+    cuda, stream = torch.cuda, _Stream()
+    properties = types.SimpleNamespace(
+        name="cpu", major=9, minor=0, total_memory=0, multi_processor_count=1
+    )
+    _patch(cuda, "current_device", lambda: CPU)
+    _patch(cuda, "device_count", lambda: 1)
+    # Read where --moe-grouped-gemm and --sequence-parallel are checked.
+    _patch(cuda, "get_device_capability", lambda device=None: (9, 0))
+    _patch(cuda, "get_device_properties", lambda device=None: properties)
+    _patch(cuda, "set_device", lambda device: None)
+    _patch(cuda, "synchronize", lambda device=None: None)
+    _patch(cuda, "Stream", _Stream)
+    _patch(cuda, "Event", _Event)
+    _patch(cuda, "stream", contextlib.nullcontext)
+    _patch(cuda, "current_stream", lambda device=None: stream)
+    _patch(cuda, "default_stream", lambda device=None: stream)
+    _patch(cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+    _patch(cuda, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state))
+    _patch(cuda, "manual_seed", torch.default_generator.manual_seed)
+    _patch(torch.Tensor, "record_stream", lambda self, stream: None)
+    _patch(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    _patch(torch.nn.Module, "cuda", lambda self, device=None: self)
+    _CudaToCpu().__enter__()
+    _patched.append("cuda device arguments")
+
+
+def _patch_megatron_core():
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def get_rng_state(device="cuda", clone=False, graph_safe=False):
+        return torch.get_rng_state()
+
+    def set_rng_state(state, device=-1, graph_safe=False):
+        torch.set_rng_state(state)
+
+    def to_split_sizes(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _patch(random, "_get_cuda_rng_state", get_rng_state)
+    _patch(random, "_set_cuda_rng_state", set_rng_state)
+    # The stock function leaves CPU tensors as they are, and all_to_all_single refuses those.
+    _patch(token_dispatcher, "maybe_move_tensor_to_cpu", to_split_sizes)
+
+
+def _patch_megatron_training():
+    from megatron.training import initialize
+
+    name = f"{initialize.__name__}.initialize_megatron(allow_no_cuda=True)"
+    if name not in _patched:
+        function = initialize.initialize_megatron
+        # Its callers bound the function at import, so change the default rather than the name.
+        function.__defaults__ = (True, *function.__defaults__[1:])
+        _patched.append(name)
