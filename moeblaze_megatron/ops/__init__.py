@@ -1,0 +1,1 @@
+"""Index lists and fused MoE kernels on torch and Triton alone."""

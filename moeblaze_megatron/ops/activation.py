@@ -1,0 +1,115 @@
+"""Activations of the experts, forward and backward, times the router's probability.
+
+R routed rows, F ffn hidden size; fc1_output is [R, 2F] (gate half first) when gated, else [R, F].
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_megatron.ops.index_lists import IndexLists
+
+GATED = ("swiglu", "geglu")
+ACTIVATIONS = (*GATED, "silu", "gelu", "squared_relu")
+
+
+@triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """f(gate) * up when gated, else f(gate). swiglu: gate = 0, up = 3 -> 0"""
+    y, _ = _value_and_slope(gate, ACTIVATION)
+    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
+        y = y * up
+    return y
+
+
+@triton.jit
+def _value_and_slope(v, ACTIVATION: tl.constexpr):
+    """f(v) and f'(v). squared_relu: v = 3 -> 9, 6"""
+    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
+        s = tl.sigmoid(v)
+        return v * s, s * (1.0 + v * (1.0 - s))
+    elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(v * 0.7071067811865476))
+        return v * cdf, cdf + v * 0.3989422804014327 * tl.exp(-0.5 * v * v)
+    else:
+        tl.static_assert(ACTIVATION == "squared_relu")
+        r = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return r * r, 2.0 * r
+
+
+@triton.jit
+def _activation_backward_kernel(
+    grad_act_ptr,  # [R, F] in; act out
+    fc1_output_ptr,  # [R, 2F] or [R, F] in; grad_fc1_output out
+    permuted_probs_ptr,  # [R]
+    grad_permuted_probs_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
+    E,
+    F: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """act again, and the gradients.
+
+    squared_relu, fc1_output = 3, prob = 0.5, grad_act = 2 -> act 4.5, grad 6, grad_prob 18
+    """
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    WIDTH: tl.constexpr = 2 * F if GATED else F
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    R = tl.load(expert_token_offsets_ptr + E)
+    row = r.to(tl.int64)[:, None]
+    prob = tl.load(permuted_probs_ptr + r, mask=r < R, other=0.0)[:, None]
+    grad_prob = tl.zeros((BLOCK_R,), tl.float32)
+    for f0 in range(0, F, BLOCK_F):
+        f = f0 + tl.arange(0, BLOCK_F)[None, :]
+        inside = (r < R)[:, None] & (f < F)
+        act_ptr = grad_act_ptr + row * F + f
+        gate_ptr = fc1_output_ptr + row * WIDTH + f
+        grad_act = tl.load(act_ptr, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _value_and_slope(gate, ACTIVATION)
+        grad = grad_act * prob
+        if GATED:
+            up = tl.load(gate_ptr + F, mask=inside, other=0.0).to(tl.float32)
+            tl.store(gate_ptr + F, (grad * value).to(fc1_output_ptr.dtype.element_ty), mask=inside)
+            value *= up
+            grad *= up
+        tl.store(gate_ptr, (grad * slope).to(fc1_output_ptr.dtype.element_ty), mask=inside)
+        tl.store(act_ptr, (value * prob).to(grad_act_ptr.dtype.element_ty), mask=inside)
+        grad_prob += tl.sum(grad_act * value, 1)
+    tl.store(grad_permuted_probs_ptr + r, grad_prob, mask=r < R)
+
+
+def activation_backward(
+    grad_act: torch.Tensor,
+    fc1_output: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Backward of act = prob * f(fc1_output), in place.
+
+    Args:
+        grad_act: [R, F]; becomes act, which the weight gradient of fc2 needs.
+        fc1_output: [R, 2F] or [R, F]; becomes its own gradient.
+        permuted_probs: [R] fp32.
+    Returns:
+        grad_fc1_output, act, grad_permuted_probs [R] fp32.
+    """
+    rows, F = grad_act.shape
+    grad_permuted_probs = torch.empty_like(permuted_probs)
+    BLOCK_R, BLOCK_F = 4, min(512, triton.next_power_of_2(F))
+    _activation_backward_kernel[(triton.cdiv(rows, BLOCK_R),)](
+        grad_act,
+        fc1_output,
+        permuted_probs,
+        grad_permuted_probs,
+        lists.expert_token_offsets,
+        lists.num_experts,
+        F,
+        activation,
+        BLOCK_R,
+        BLOCK_F,
+    )
+    return fc1_output, grad_act, grad_permuted_probs

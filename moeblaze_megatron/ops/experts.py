@@ -1,0 +1,377 @@
+"""The experts of an MoE layer over index lists: `moeblaze_experts` and its autograd function.
+
+T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R routed rows.
+"""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from moeblaze_megatron.ops import kernels, reference
+from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
+from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
+from moeblaze_megatron.ops.tiles import interpreting
+
+WORKSPACE_BYTES = 128 * 2**20
+SLICE = 128  # columns of a workspace slice come in multiples of this
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def kernels_for(tensor: torch.Tensor) -> ModuleType:
+    """The Triton kernels for CUDA tensors (and in Triton's interpreter), else their eager twins."""
+    return kernels if tensor.is_cuda or interpreting() else reference
+
+
+def index_lists_from_topk(
+    topk_indices: torch.Tensor, num_experts: int, *, check: bool = False
+) -> IndexLists:
+    """Index lists of a routing given by expert ids.
+
+    Args:
+        topk_indices: [T, K] integer, -1 = no expert. An id outside 0..E-1 routes nowhere, and an
+            expert that a token names twice gets two rows, unless `check` refuses both.
+        num_experts: E, at most 1,024; K at most 32.
+        check: look at the ids, which waits for the device; always done on the CPU.
+    Raises:
+        ValueError: sizes out of range or, when checked, ids out of range or named twice.
+    """
+    if topk_indices.dim() != 2 or topk_indices.is_floating_point():
+        raise ValueError(
+            f"topk_indices must be a [T, K] integer tensor; got {topk_indices.dtype} of shape "
+            f"{tuple(topk_indices.shape)}"
+        )
+    _check_sizes(num_experts, topk_indices.shape[1])
+    if check or not topk_indices.is_cuda:
+        _check_ids(topk_indices, num_experts)
+    topk_indices = topk_indices.to(torch.int32).contiguous()
+    return kernels_for(topk_indices).index_lists(topk_indices, num_experts)
+
+
+def index_lists_from_routing_map(
+    routing_map: torch.Tensor, topk: int, *, check: bool = False
+) -> IndexLists:
+    """Index lists of Megatron's dense routing map.
+
+    Args:
+        routing_map: [T, E] bool, at most `topk` experts in a row.
+        topk: K, the bound that sizes the lists.
+        check: look for rows with more than `topk` experts, which waits for the device; always
+            done on the CPU. Unchecked, such a row keeps its first `topk` experts.
+    Raises:
+        ValueError: sizes out of range or, when checked, a row with more than `topk` experts.
+    """
+    if routing_map.dim() != 2 or routing_map.dtype is not torch.bool:
+        raise ValueError(
+            f"routing_map must be a [T, E] bool tensor; got {routing_map.dtype} of shape "
+            f"{tuple(routing_map.shape)}"
+        )
+    _check_sizes(routing_map.shape[1], topk)
+    if (check or not routing_map.is_cuda) and routing_map.shape[0]:
+        most = int(routing_map.sum(1).max())
+        if most > topk:
+            raise ValueError(
+                f"routing_map has a token with {most} experts, but topk={topk}; pass topk={most}"
+            )
+    ops = kernels_for(routing_map)
+    return ops.index_lists(
+        ops.topk_indices_from_routing_map(routing_map, topk), routing_map.shape[1]
+    )
+
+
+def _check_sizes(num_experts: int, topk: int) -> None:
+    reasons = []
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        reasons.append(f"num_experts={num_experts} is outside 1..{MAX_EXPERTS}")
+    if not 1 <= topk <= MAX_TOPK:
+        reasons.append(f"topk={topk} is outside 1..{MAX_TOPK}")
+    if reasons:
+        raise ValueError("moeblaze does not support: " + "; ".join(reasons))
+
+
+def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
+    reasons = []
+    outside = (topk_indices < -1) | (topk_indices >= num_experts)
+    if outside.any():
+        token = int(outside.any(1).nonzero()[0])
+        reasons.append(
+            f"token {token} names experts {topk_indices[token].tolist()}, but ids are "
+            f"0..{num_experts - 1} or -1 for none"
+        )
+    ids = topk_indices.sort(dim=1).values
+    twice = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+    if twice.any():
+        token = int(twice.any(1).nonzero()[0])
+        reasons.append(
+            f"token {token} names an expert twice: {topk_indices[token].tolist()}; merge the two "
+            "probabilities or mark one slot -1"
+        )
+    if reasons:
+        raise ValueError("topk_indices: " + "; ".join(reasons))
+
+
+def _slices(width: int, rows: torch.Tensor, workspace_bytes: int):
+    """Column ranges of [R, width] that each fit the workspace, and a buffer for each."""
+    R = rows.shape[0]
+    most = max(SLICE, workspace_bytes // (R * rows.element_size()) // SLICE * SLICE)
+    count = -(-width // most)
+    cols = width if count == 1 else -(-width // count // SLICE) * SLICE
+    buffer = rows.new_empty(R * cols)
+    for start in range(0, width, cols):
+        size = min(cols, width - start)
+        yield start, buffer[: R * size].view(R, size)
+
+
+class _Experts(torch.autograd.Function):
+    """output = combine(fc2(prob * f(fc1(gather(x))))); saves x, fc1_output and index lists."""
+
+    @staticmethod
+    def forward(
+        ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fusion, workspace_bytes
+    ):
+        ops = kernels_for(x)
+        needs_backward = any(ctx.needs_input_grad)
+        permuted_probs = ops.permuted_probs(probs, lists, dense)
+        # fc1_output = gather(x) W1^T, act = prob * f(fc1_output)
+        fc1_output, act = ops.fc1(x, fc1_weight, permuted_probs, lists, activation, needs_backward)
+        # output[t] = sum_k (act W2^T)[token_index_map[t, k]]
+        output = torch.empty_like(x)
+        for h, rows in _slices(x.shape[1], act, workspace_bytes):
+            ops.rows_gemm(act, fc2_weight, lists, rows, h, gather=False, transposed=True)
+            ops.combine(rows, lists, output, h)
+
+        if needs_backward:
+            ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output)
+            ctx.weights = (fc1_weight, fc2_weight)  # main_grad is an attribute of these objects
+            ctx.lists, ctx.dense, ctx.activation = lists, dense, activation
+            ctx.fusion, ctx.workspace_bytes, ctx.spent = fusion, workspace_bytes, False
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        if ctx.spent:
+            raise RuntimeError(
+                "moeblaze_experts: second backward through one graph. Backward writes gradients "
+                "over the activations it saved; run forward again, or sum the losses first."
+            )
+        ctx.spent = True
+        x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output = ctx.saved_tensors
+        lists, ops = ctx.lists, kernels_for(x)
+        needs_x, needs_fc1, needs_fc2, needs_probs = ctx.needs_input_grad[:4]
+        grad_output = grad_output.contiguous()
+        grad_x = grad_fc1 = grad_fc2 = grad_probs = None
+
+        # grad_act = gather(grad_output) W2
+        grad_act = fc1_output.new_empty(fc1_output.shape[0], fc2_weight.shape[2])
+        ops.rows_gemm(grad_output, fc2_weight, lists, grad_act, 0, gather=True, transposed=False)
+        # grad_fc1_output = grad_act * prob * f'(fc1_output), grad_prob = sum(grad_act * f(fc1_output))
+        grad_fc1_output, act, grad_permuted_probs = ops.activation_backward(
+            grad_act, fc1_output, permuted_probs, lists, ctx.activation
+        )
+        if needs_probs:
+            grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
+        if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
+            grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
+            for h, rows in _slices(x.shape[1], act, ctx.workspace_bytes):
+                ops.gather(grad_output, lists, rows, h)
+                part = into[:, h : h + rows.shape[1]]
+                ops.wgrad(rows, act, lists, part, accumulate)
+        del grad_act, act
+        if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
+            grad_fc1, into, accumulate = _grad_buffer(ctx.weights[0], ctx.fusion)
+            for h, rows in _slices(x.shape[1], grad_fc1_output, ctx.workspace_bytes):
+                ops.gather(x, lists, rows, h)
+                part = into[:, :, h : h + rows.shape[1]]
+                ops.wgrad(grad_fc1_output, rows, lists, part, accumulate)
+        if needs_x:  # grad_x[t] = sum_k (grad_fc1_output W1)[token_index_map[t, k]]
+            grad_x = torch.empty_like(x)
+            for h, rows in _slices(x.shape[1], grad_fc1_output, ctx.workspace_bytes):
+                ops.rows_gemm(
+                    grad_fc1_output, fc1_weight, lists, rows, h, gather=False, transposed=False
+                )
+                ops.combine(rows, lists, grad_x, h)
+        return grad_x, grad_fc1, grad_fc2, grad_probs, None, None, None, None, None
+
+
+def _grad_buffer(weight: torch.Tensor, fusion: bool) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """What backward returns for a weight, where its gradient is written, and whether it is added.
+
+    With fusion (Megatron's gradient_accumulation_fusion) the gradient is added into
+    `weight.main_grad` and a placeholder is returned, for which DDP's hooks wait.
+    """
+    grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if not fusion:
+        return grad, grad, False
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        grad.zero_()
+    return grad, weight.main_grad.view(weight.shape), True
+
+
+def _aligned(
+    x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operands with H and F padded by zeros to whole 16 bytes, which tensor descriptors need.
+
+    Sizes of real models pass through untouched; others cost a copy of the operands.
+    """
+    _, H, ffn = fc2_weight.shape
+    unit = 16 // x.element_size()
+    pad_h, pad_f = -H % unit, -ffn % unit
+    if kernels_for(x) is reference or not (pad_h or pad_f):
+        return x, fc1_weight, fc2_weight
+    halves = fc1_weight.unflatten(1, (-1, ffn))
+    return (
+        F.pad(x, (0, pad_h)),
+        F.pad(halves, (0, pad_h, 0, pad_f)).flatten(1, 2),
+        F.pad(fc2_weight, (0, pad_f, 0, pad_h)),
+    )
+
+
+def _check_arguments(
+    x, fc1_weight, fc2_weight, probs, routing_map, topk_indices, topk_probs, lists, activation,
+    fusion, workspace_bytes,
+) -> None:  # fmt: skip
+    """Raises one ValueError with everything that does not fit."""
+    if x.dim() != 2 or fc1_weight.dim() != 3 or fc2_weight.dim() != 3:
+        raise ValueError(
+            "moeblaze_experts wants x [T, H], fc1_weight [E, 2F or F, H] and fc2_weight [E, H, F]; "
+            f"got {tuple(x.shape)}, {tuple(fc1_weight.shape)} and {tuple(fc2_weight.shape)}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    reasons = []
+    (T, H), (E, _, ffn) = x.shape, fc2_weight.shape
+    width = 2 * ffn if activation in GATED else ffn
+
+    def expect(name, tensor, shape):
+        if tuple(tensor.shape) != shape:
+            reasons.append(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if tensor.device != x.device:
+            reasons.append(f"{name} is on {tensor.device}, but x is on {x.device}")
+
+    expect("fc1_weight", fc1_weight, (E, width, H))
+    expect("fc2_weight", fc2_weight, (E, H, ffn))
+    for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            reasons.append(f"{name} is {weight.dtype}, but x is {x.dtype}")
+        if fusion and getattr(weight, "main_grad", None) is None:
+            reasons.append(f"gradient_accumulation_fusion=True, but {name} has no main_grad")
+    if x.dtype not in DTYPES and not (x.dtype is torch.float64 and kernels_for(x) is reference):
+        reasons.append(f"x is {x.dtype}; use bf16, fp16 or fp32")
+
+    given = (probs is not None, routing_map is not None, topk_indices is not None,
+             topk_probs is not None, lists is not None)  # fmt: skip
+    if given == (True, True, False, False, False):
+        expect("probs", probs, (T, E))
+        expect("routing_map", routing_map, (T, E))
+    elif given == (False, False, True, True, False):
+        expect("topk_indices", topk_indices, (T, *topk_indices.shape[1:]))
+        expect("topk_probs", topk_probs, tuple(topk_indices.shape))
+    elif given == (True, False, False, False, True):
+        expect("probs", probs, (T, E))
+        expect("index_lists", lists.token_index_map, (T, lists.topk))
+        if lists.num_experts != E:
+            reasons.append(f"index_lists has {lists.num_experts} experts, the weights {E}")
+    else:
+        reasons.append(
+            "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
+            "or probs and index_lists"
+        )
+    for name, tensor in (("probs", probs), ("topk_probs", topk_probs)):
+        if tensor is not None and not tensor.is_floating_point():
+            reasons.append(f"{name} is {tensor.dtype}; probabilities are floating point")
+    if (
+        fusion
+        and kernels_for(x) is kernels
+        and (H * x.element_size() % 16 or ffn * x.element_size() % 16)
+    ):
+        reasons.append(
+            f"gradient_accumulation_fusion=True needs rows of whole 16 bytes; H={H}, F={ffn} in "
+            f"{x.dtype} are not"
+        )
+    if workspace_bytes <= 0:
+        reasons.append(f"workspace_bytes={workspace_bytes} must be positive")
+    if reasons:
+        raise ValueError("moeblaze_experts: " + "; ".join(reasons))
+
+
+@torch.compiler.disable
+def moeblaze_experts(
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    *,
+    probs: torch.Tensor | None = None,
+    routing_map: torch.Tensor | None = None,
+    topk: int | None = None,
+    topk_indices: torch.Tensor | None = None,
+    topk_probs: torch.Tensor | None = None,
+    index_lists: IndexLists | None = None,
+    activation: str = "swiglu",
+    gradient_accumulation_fusion: bool = False,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    check: bool = False,
+) -> torch.Tensor:
+    """Routed experts of an MoE layer without permuted token buffers (arXiv 2601.05296).
+
+    output[t] = sum over the experts e of t of W2[e] (prob[t, e] * f(W1[e] x[t])). Saved for
+    backward: x, W1 x (`fc1_output`, [R, 2F]) and index lists. Differentiable once in x, the
+    weights and the probabilities; a second backward through one graph is refused, since backward
+    writes over what forward saved. The routing comes in one of three forms:
+
+    * `probs` [T, E] and `routing_map` [T, E] bool, as Megatron's router returns them, with `topk`
+      the most experts a token can have (default: counted, which waits for the device);
+    * `topk_indices` [T, K] integer (-1 = no expert) and `topk_probs` [T, K];
+    * `probs` [T, E] and `index_lists`, built once from either.
+
+    Args:
+        x: [T, H] bf16, fp16 or fp32 (fp64 on the CPU too).
+        fc1_weight: [E, 2F, H], gate half first, for the `GATED` activations, else [E, F, H]; x's
+            dtype.
+        fc2_weight: [E, H, F]; x's dtype.
+        activation: one of `ACTIVATIONS`.
+        gradient_accumulation_fusion: add the weight gradients into `weight.main_grad` and set
+            `weight.grad_added_to_main_grad`, as Megatron's linears do.
+        workspace_bytes: bound on the [R, columns] buffer that fc2, its gradients and the combine
+            work through in column slices; at least 128 columns are taken.
+        check: refuse expert ids out of range or named twice; waits for the device. Always done on
+            the CPU. Unchecked, ids out of range route nowhere and a repeated expert counts twice.
+    Returns:
+        [T, H] in x's dtype; a token without experts gets zeros.
+    Raises:
+        ValueError: naming every argument that does not fit.
+    """
+    _check_arguments(
+        x, fc1_weight, fc2_weight, probs, routing_map, topk_indices, topk_probs, index_lists,
+        activation, gradient_accumulation_fusion, workspace_bytes,
+    )  # fmt: skip
+    E, T = fc1_weight.shape[0], x.shape[0]
+    if index_lists is not None:
+        lists = index_lists
+    elif routing_map is not None:
+        if topk is None:
+            topk = max(1, int(routing_map.sum(1).max())) if T else 1
+        lists = index_lists_from_routing_map(routing_map, topk, check=check)
+    else:
+        lists = index_lists_from_topk(topk_indices, E, check=check)
+
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
+    H = x.shape[1]
+    x, fc1_weight, fc2_weight = _aligned(x, fc1_weight, fc2_weight)
+    output = _Experts.apply(
+        x.contiguous(),
+        fc1_weight.contiguous(),
+        fc2_weight.contiguous(),
+        topk_probs if topk_probs is not None else probs,
+        lists,
+        topk_probs is None,
+        activation,
+        gradient_accumulation_fusion,
+        workspace_bytes,
+    )
+    return output if output.shape[1] == H else output[:, :H]

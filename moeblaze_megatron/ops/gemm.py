@@ -1,0 +1,378 @@
+"""GEMMs over routed rows: rows gathered by index on the way in, no permuted copy of the tokens.
+
+T tokens, E experts, H hidden size, F ffn hidden size, R routed rows. M, N are the rows and columns
+of a weight gradient. Weights are read through tensor descriptors of rank 3 or 4, so that a tile
+never reads another expert's weights; rows of x are read through pointers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moeblaze_megatron.ops.activation import GATED, activate
+from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.tiles import input_precision, tile_for
+
+GROUP = 8  # row tiles that walk the columns together, so that a weight tile is reused from L2
+
+
+@triton.jit
+def _tile_of_program(num_tiles, num_cols, GROUP: tl.constexpr):
+    """Row tile and column tile of a program, GROUP row tiles at a time."""
+    pid = tl.program_id(0)
+    first = pid // (GROUP * num_cols) * GROUP
+    height = tl.minimum(num_tiles - first, GROUP)  # the last group may be narrower
+    inside = pid % (GROUP * num_cols)
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R: tl.constexpr):
+    """Rows of a tile and which of them belong to its expert."""
+    rows = row_start + tl.arange(0, BLOCK_R)
+    return rows, rows < tl.load(expert_token_offsets_ptr + expert + 1)
+
+
+@triton.jit
+def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_R, BLOCK_K] of the gathered rows from column k0 on, zeros past SIZE."""
+    if SIZE % BLOCK_K == 0:
+        return tl.load(ptrs + k0)
+    return tl.load(ptrs + k0, mask=(k0 + depth)[None, :] < SIZE, other=0.0)
+
+
+@triton.jit
+def _fc1_kernel(
+    x_ptr,  # [T, H]
+    fc1_weight_desc,  # [E, 2, F, H] when GATED, else [E, 1, F, H]
+    permuted_probs_ptr,  # [R]
+    fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
+    act_ptr,  # [R, F]
+    expert_token_indices_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
+    tile_expert_ptr,  # [num_tiles]
+    tile_row_start_ptr,  # [num_tiles]
+    num_tiles,
+    H: tl.constexpr,
+    F: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    SAVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """act = prob * f(x W^T). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
+    tile, col = _tile_of_program(num_tiles, tl.cdiv(F, BLOCK_F), GROUP)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
+        return
+    row_start = tl.load(tile_row_start_ptr + tile)
+    rows, in_expert = _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R)
+    token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0).to(tl.int64)
+    depth = tl.arange(0, BLOCK_H)
+    x_ptrs = x_ptr + token[:, None] * H + depth[None, :]
+    f0 = col * BLOCK_F
+    gate = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
+    up = tl.zeros((BLOCK_R, BLOCK_F), tl.float32) if GATED else gate
+    for h0 in range(0, H, BLOCK_H):
+        x = _load_gathered(x_ptrs, depth, h0, H, BLOCK_H)
+        w = fc1_weight_desc.load([expert, 0, f0, h0]).reshape(BLOCK_F, BLOCK_H)
+        gate = tl.dot(x, w.T, gate, input_precision=PRECISION)
+        if GATED:
+            w_up = fc1_weight_desc.load([expert, 1, f0, h0]).reshape(BLOCK_F, BLOCK_H)
+            up = tl.dot(x, w_up.T, up, input_precision=PRECISION)
+    f = f0 + tl.arange(0, BLOCK_F)
+    inside = in_expert[:, None] & (f < F)[None, :]
+    row = rows.to(tl.int64)[:, None]
+    dtype = act_ptr.dtype.element_ty
+    if SAVE:
+        WIDTH: tl.constexpr = 2 * F if GATED else F
+        out = fc1_output_ptr + row * WIDTH + f[None, :]
+        tl.store(out, gate.to(dtype), mask=inside)
+        if GATED:
+            tl.store(out + F, up.to(dtype), mask=inside)
+    prob = tl.load(permuted_probs_ptr + rows, mask=in_expert, other=0.0)[:, None]
+    act = activate(gate, up, ACTIVATION) * prob
+    tl.store(act_ptr + row * F + f[None, :], act.to(dtype), mask=inside)
+
+
+def fc1(
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: str,
+    save: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """First linear of every expert with gather, activation and probability inside.
+
+    Args:
+        x: [T, H].
+        fc1_weight: [E, 2F, H] (gate half first) for a gated activation, else [E, F, H].
+        permuted_probs: [R] fp32.
+        save: whether backward will need fc1_output.
+    Returns:
+        fc1_output [R, 2F] or [R, F] (None unless `save`) and act [R, F], in x's dtype.
+    """
+    gated = activation in GATED
+    E, width, H = fc1_weight.shape
+    F = width // 2 if gated else width
+    fc1_output = x.new_empty(lists.max_rows, width) if save else None
+    act = x.new_empty(lists.max_rows, F)
+    tile = tile_for("fc1", x.dtype).fit(cols=F, depth=H)
+    weight = fc1_weight.view(E, width // F, F, H)
+    if lists.num_tiles:
+        _fc1_kernel[(lists.num_tiles * triton.cdiv(F, tile.cols),)](
+            x,
+            TensorDescriptor.from_tensor(weight, [1, 1, tile.cols, tile.depth]),
+            permuted_probs,
+            fc1_output,
+            act,
+            lists.expert_token_indices,
+            lists.expert_token_offsets,
+            lists.tile_expert,
+            lists.tile_row_start,
+            lists.num_tiles,
+            H,
+            F,
+            activation,
+            gated,
+            save,
+            input_precision(),
+            tile.rows,
+            tile.cols,
+            tile.depth,
+            GROUP,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return fc1_output, act
+
+
+@triton.jit
+def _rows_kernel(
+    a_ptr,  # [T, K] when GATHER, else unused
+    a_desc,  # [R, K] unless GATHER
+    weight_desc,  # [E, N, K] when N_FIRST, else [E, K, N]
+    out_ptr,  # [R, cols], columns n_start .. n_start + cols of the product
+    out_desc,  # [R, cols]
+    expert_token_indices_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
+    tile_expert_ptr,  # [num_tiles]
+    tile_row_start_ptr,  # [num_tiles]
+    num_tiles,
+    n_start,
+    cols,
+    K: tl.constexpr,
+    GATHER: tl.constexpr,
+    N_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]"""
+    tile, col = _tile_of_program(num_tiles, tl.cdiv(cols, BLOCK_N), GROUP)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
+        return
+    row_start = tl.load(tile_row_start_ptr + tile)
+    rows, in_expert = _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R)
+    depth = tl.arange(0, BLOCK_K)
+    if GATHER:
+        token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0).to(tl.int64)
+        a_ptrs = a_ptr + token[:, None] * K + depth[None, :]
+    n0 = col * BLOCK_N
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if GATHER:
+            a = _load_gathered(a_ptrs, depth, k0, K, BLOCK_K)
+        else:
+            a = a_desc.load([row_start, k0])
+        if N_FIRST:
+            w = weight_desc.load([expert, n_start + n0, k0]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            w = weight_desc.load([expert, k0, n_start + n0]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+    out = acc.to(out_ptr.dtype.element_ty)
+    if tl.sum(in_expert.to(tl.int32)) == BLOCK_R:
+        out_desc.store([row_start, n0], out)
+    else:  # the rows below belong to the next expert
+        n = n0 + tl.arange(0, BLOCK_N)
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * cols + n[None, :]
+        tl.store(out_ptrs, out, mask=in_expert[:, None] & (n < cols)[None, :])
+
+
+def rows_gemm(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    n_start: int,
+    gather: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """Columns n_start .. n_start + cols of every row times its expert's weight.
+
+    Args:
+        a: [T, K] when `gather` (rows are looked up by token), else [R, K].
+        weight: [E, N, K] when `transposed` (a W^T, a forward linear), else [E, K, N] (a W).
+        out: [R, cols], written for the rows in use.
+    """
+    K, cols = a.shape[1], out.shape[1]
+    tile = tile_for("rows", a.dtype).fit(cols=cols, depth=K)
+    block = [tile.cols, tile.depth] if transposed else [tile.depth, tile.cols]
+    if lists.num_tiles:
+        _rows_kernel[(lists.num_tiles * triton.cdiv(cols, tile.cols),)](
+            a,
+            None if gather else TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
+            TensorDescriptor.from_tensor(weight, [1, *block]),
+            out,
+            TensorDescriptor.from_tensor(out, [tile.rows, tile.cols]),
+            lists.expert_token_indices,
+            lists.expert_token_offsets,
+            lists.tile_expert,
+            lists.tile_row_start,
+            lists.num_tiles,
+            n_start,
+            cols,
+            K,
+            gather,
+            transposed,
+            input_precision(),
+            tile.rows,
+            tile.cols,
+            tile.depth,
+            GROUP,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return out
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr,  # [T, H]
+    out_ptr,  # [R, cols]
+    expert_token_indices_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
+    h_start,
+    cols,
+    E,
+    H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Rows by token. x = [10, 20, 30], expert_token_indices = [2, 0, 2] -> [30, 10, 30]"""
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_use = r < tl.load(expert_token_offsets_ptr + E)
+    token = tl.load(expert_token_indices_ptr + r, mask=in_use, other=0).to(tl.int64)
+    inside = in_use[:, None] & (h < cols)[None, :]
+    x = tl.load(x_ptr + token[:, None] * H + h_start + h[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + r.to(tl.int64)[:, None] * cols + h[None, :], x, mask=inside)
+
+
+def gather(x: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) -> torch.Tensor:
+    """out[r] = x[expert_token_indices[r], h_start : h_start + cols] for the rows in use."""
+    rows, cols = out.shape
+    BLOCK_R, BLOCK_H = 16, min(256, triton.next_power_of_2(cols))
+    _gather_kernel[(triton.cdiv(rows, BLOCK_R), triton.cdiv(cols, BLOCK_H))](
+        x,
+        out,
+        lists.expert_token_indices,
+        lists.expert_token_offsets,
+        h_start,
+        cols,
+        lists.num_experts,
+        x.shape[1],
+        BLOCK_R,
+        BLOCK_H,
+    )
+    return out
+
+
+@triton.jit
+def _wgrad_kernel(
+    a_desc,  # [R, M]
+    b_desc,  # [R, N]
+    out_ptr,  # [E, M, N] by the strides below
+    expert_token_offsets_ptr,  # [E+1]
+    M,
+    N,
+    out_stride_e,
+    out_stride_m,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out[e] (+)= a^T b over rows of e. a = [1, 2, 3], b = [4, 5, 6], offsets = [0, 2, 3] -> 14, 18"""
+    expert = tl.program_id(1)
+    tile_m, tile_n = _tile_of_program(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    start = tl.load(expert_token_offsets_ptr + expert)
+    end = tl.load(expert_token_offsets_ptr + expert + 1)
+    if ACCUMULATE:
+        if start == end:
+            return
+    m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    whole = start + (end - start) // BLOCK_R * BLOCK_R
+    for r0 in range(start, whole, BLOCK_R):
+        a = a_desc.load([r0, m0])
+        b = b_desc.load([r0, n0])
+        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+    if whole < end:  # rows of the next expert, or never written: both operands must be cleared
+        in_expert = (whole + tl.arange(0, BLOCK_R) < end)[:, None]
+        a = a_desc.load([whole, m0])
+        b = b_desc.load([whole, n0])
+        a = tl.where(in_expert, a, 0.0).to(a.dtype)
+        b = tl.where(in_expert, b, 0.0).to(b.dtype)
+        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    out_ptrs = out_ptr + expert.to(tl.int64) * out_stride_e
+    out_ptrs += m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def wgrad(
+    a: torch.Tensor, b: torch.Tensor, lists: IndexLists, out: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """Weight gradient of every expert, summed over its rows in fp32.
+
+    Args:
+        a: [R, M]; b: [R, N].
+        out: [E, M, N], contiguous in N. An expert without rows gets zeros; with `accumulate` the
+            gradient is added and that expert's part is left as it is.
+    """
+    E, M, N = out.shape
+    tile = tile_for("wgrad", a.dtype).fit(rows=M, cols=N)
+    _wgrad_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols), E)](
+        TensorDescriptor.from_tensor(a, [tile.depth, tile.rows]),
+        TensorDescriptor.from_tensor(b, [tile.depth, tile.cols]),
+        out,
+        lists.expert_token_offsets,
+        M,
+        N,
+        out.stride(0),
+        out.stride(1),
+        accumulate,
+        input_precision(),
+        tile.rows,
+        tile.cols,
+        tile.depth,
+        GROUP,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out

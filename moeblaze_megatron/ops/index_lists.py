@@ -1,0 +1,386 @@
+"""Index lists: which token feeds which row, instead of permuted copies of the tokens.
+
+T tokens, K experts per token, E experts on this rank, R routed rows (known on the device only).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moeblaze_megatron.ops.tiles import BLOCK_R
+
+ENTRIES = 128  # (token, k) pairs ranked together by one program
+SCAN = 1024  # histogram entries scanned at once
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+
+
+@dataclass(frozen=True)
+class IndexLists:
+    """Routing of T tokens to E experts as index lists (MoEBlaze paper, section 4; all int32).
+
+    Rows are ordered by expert, then by token, which is the order of Megatron's `permute`.
+    Buffers are sized by the bound R_max = T*K; the rows in use, R = expert_token_offsets[E], are
+    known on the device only and entries past them are undefined.
+
+    Attributes:
+        tokens_per_expert: [E] rows of each expert.
+        expert_token_offsets: [E+1] first row of each expert.
+        expert_token_indices: [R_max] row -> token.
+        token_expert_indices: [T, K] token -> its experts, -1 = none.
+        token_index_map: [T, K] (token, k) -> row, -1 = none.
+        tile_expert: [num_tiles] row tile -> expert, -1 = past the end.
+        tile_row_start: [num_tiles] row tile -> its first row.
+    """
+
+    tokens_per_expert: torch.Tensor
+    expert_token_offsets: torch.Tensor
+    expert_token_indices: torch.Tensor
+    token_expert_indices: torch.Tensor
+    token_index_map: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_row_start: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.tokens_per_expert.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_index_map.shape[0]
+
+    @property
+    def topk(self) -> int:
+        return self.token_index_map.shape[1]
+
+    @property
+    def max_rows(self) -> int:
+        """Rows to allocate: the bound T*K, and one for an empty batch (no kernel reads it)."""
+        return max(1, self.token_index_map.numel())
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_expert.shape[0]
+
+
+def max_tiles(rows: int, num_experts: int) -> int:
+    """The most row tiles that `rows` rows of `num_experts` experts can need.
+
+    Worst case: all experts but one hold a single row each, the last one all the others.
+    """
+    if rows <= num_experts:
+        return rows
+    return triton.cdiv(rows - num_experts + 1, BLOCK_R) + num_experts - 1
+
+
+@triton.jit
+def _topk_indices_kernel(
+    routing_map_ptr,  # [T, E] uint8
+    topk_indices_ptr,  # [T, K] int32
+    T,
+    E,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The experts of each token in ascending order. [[0, 1, 1], [0, 0, 1]] -> [[1, 2], [2, -1]]"""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = t.to(tl.int64)[:, None]
+    found = tl.zeros((BLOCK_T,), tl.int32)
+    for e0 in range(0, E, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)[None, :]
+        inside = (t < T)[:, None] & (e < E)
+        hit = (tl.load(routing_map_ptr + row * E + e, mask=inside, other=0) != 0).to(tl.int32)
+        slot = found[:, None] + tl.cumsum(hit, 1) - hit
+        tl.store(topk_indices_ptr + row * K + slot, e, mask=(hit != 0) & (slot < K))
+        found += tl.sum(hit, 1)
+    for k in tl.static_range(K):
+        tl.store(topk_indices_ptr + t.to(tl.int64) * K + k, -1, mask=(t < T) & (found <= k))
+
+
+def topk_indices_from_routing_map(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """[T, E] bool -> [T, topk] int32, -1 = none; experts past `topk` of a token are left out."""
+    T, E = routing_map.shape
+    topk_indices = routing_map.new_empty(T, topk, dtype=torch.int32)
+    BLOCK_T, BLOCK_E = 16, min(128, triton.next_power_of_2(E))
+    if T:
+        _topk_indices_kernel[(triton.cdiv(T, BLOCK_T),)](
+            routing_map.contiguous().view(torch.uint8), topk_indices, T, E, topk, BLOCK_T, BLOCK_E
+        )
+    return topk_indices
+
+
+@triton.jit
+def _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES: tl.constexpr):
+    """One chunk of (token, k) pairs: their expert ids; an id outside 0..E-1 counts as -1."""
+    entry = chunk * ENTRIES + tl.arange(0, ENTRIES)
+    expert = tl.load(topk_indices_ptr + entry, mask=entry < num_entries, other=-1)
+    return entry, tl.where((expert >= 0) & (expert < E), expert, -1)
+
+
+@triton.jit
+def _histogram_kernel(
+    topk_indices_ptr,  # [T*K] int32
+    chunk_base_ptr,  # [E, num_chunks] int32
+    num_entries,
+    num_chunks,
+    E,
+    ENTRIES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Rows of each expert in one chunk. ids = [2, 0, 2], E = 3 -> [1, 0, 2]"""
+    chunk = tl.program_id(0)
+    _, expert = _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES)
+    for e0 in range(0, E, BLOCK_E):
+        e = e0 + tl.arange(0, BLOCK_E)
+        count = tl.sum((e[:, None] == expert[None, :]).to(tl.int32), 1)
+        tl.store(chunk_base_ptr + e.to(tl.int64) * num_chunks + chunk, count, mask=e < E)
+
+
+@triton.jit
+def _scan_kernel(
+    chunk_base_ptr,  # [E, num_chunks] int32, counts in, their exclusive prefix sums out
+    tokens_per_expert_ptr,  # [E] int32
+    num_chunks,
+    SCAN: tl.constexpr,
+):
+    """Rows of one expert in the chunks before each. [3, 0, 2] -> [0, 3, 3], total 5"""
+    e = tl.program_id(0).to(tl.int64)
+    total = 0
+    for c0 in range(0, num_chunks, SCAN):
+        c = c0 + tl.arange(0, SCAN)
+        ptr = chunk_base_ptr + e * num_chunks + c
+        count = tl.load(ptr, mask=c < num_chunks, other=0)
+        tl.store(ptr, total + tl.cumsum(count, 0) - count, mask=c < num_chunks)
+        total += tl.sum(count)
+    tl.store(tokens_per_expert_ptr + e, total)
+
+
+@triton.jit
+def _tiles_kernel(
+    tokens_per_expert_ptr,  # [E] int32
+    expert_token_offsets_ptr,  # [E+1] int32
+    tile_expert_ptr,  # [num_tiles] int32
+    tile_row_start_ptr,  # [num_tiles] int32
+    num_tiles,
+    E,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Offsets and row tiles. counts = [3, 0, 5], BLOCK_R = 4 -> [0, 3, 3, 8], tiles 0 2 2"""
+    e = tl.program_id(0)
+    i = tl.arange(0, BLOCK_E)
+    count = tl.load(tokens_per_expert_ptr + i, mask=i < E, other=0)
+    tiles = (count + BLOCK_R - 1) // BLOCK_R
+    start = tl.sum(tl.where(i < e, count, 0))
+    first = tl.sum(tl.where(i < e, tiles, 0))
+    last = tl.sum(tl.where(i <= e, tiles, 0))
+    tl.store(expert_token_offsets_ptr + e, start)
+    for j0 in range(0, last - first, BLOCK):
+        j = j0 + tl.arange(0, BLOCK)
+        tl.store(tile_expert_ptr + first + j, e, mask=j < last - first)
+        tl.store(tile_row_start_ptr + first + j, start + j * BLOCK_R, mask=j < last - first)
+    if e == E - 1:
+        tl.store(expert_token_offsets_ptr + E, tl.sum(count))
+        for j0 in range(last, num_tiles, BLOCK):
+            j = j0 + tl.arange(0, BLOCK)
+            tl.store(tile_expert_ptr + j, -1, mask=j < num_tiles)
+            tl.store(tile_row_start_ptr + j, -1, mask=j < num_tiles)
+
+
+@triton.jit
+def _place_kernel(
+    topk_indices_ptr,  # [T*K] int32
+    chunk_base_ptr,  # [E, num_chunks] int32
+    expert_token_offsets_ptr,  # [E+1] int32
+    expert_token_indices_ptr,  # [R_max] int32
+    token_index_map_ptr,  # [T*K] int32
+    num_entries,
+    num_chunks,
+    E,
+    K: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Row of each pair: offset + earlier pairs of its expert. ids = [2, 0, 2] -> [1, 0, 2]"""
+    chunk = tl.program_id(0)
+    entry, expert = _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES)
+    i = tl.arange(0, ENTRIES)
+    earlier = (expert[:, None] == expert[None, :]) & (i[:, None] > i[None, :])
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    placed = expert >= 0
+    safe = tl.where(placed, expert, 0)
+    base = tl.load(chunk_base_ptr + safe.to(tl.int64) * num_chunks + chunk)
+    row = tl.load(expert_token_offsets_ptr + safe) + base + rank
+    tl.store(token_index_map_ptr + entry, tl.where(placed, row, -1), mask=entry < num_entries)
+    tl.store(expert_token_indices_ptr + row, entry // K, mask=placed)
+
+
+def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
+    """Builds the lists in three steps without a sort, an atomic or a host read.
+
+    Counts per chunk of pairs, a prefix sum over chunks, then each pair's place: its expert's
+    first row + the expert's rows in earlier chunks + its rank inside the chunk (MoEBlaze paper,
+    section 4.2, tiled over tokens as well as experts). An id outside 0..E-1 counts as none.
+
+    Args:
+        topk_indices: [T, K] int32, -1 = none. A token that names an expert twice gets two rows.
+        num_experts: E.
+    """
+    T, K = topk_indices.shape
+    E, pairs = num_experts, topk_indices.numel()
+    num_chunks = triton.cdiv(pairs, ENTRIES)
+    num_tiles = max_tiles(pairs, E)
+
+    def empty(*shape):
+        return topk_indices.new_empty(shape, dtype=torch.int32)
+
+    lists = IndexLists(
+        tokens_per_expert=empty(E),
+        expert_token_offsets=empty(E + 1),
+        expert_token_indices=empty(max(1, pairs)),
+        token_expert_indices=topk_indices,
+        token_index_map=empty(T, K),
+        tile_expert=empty(num_tiles),
+        tile_row_start=empty(num_tiles),
+    )
+    chunk_base = empty(E, num_chunks)
+    BLOCK_E = triton.next_power_of_2(E)
+    if pairs:
+        _histogram_kernel[(num_chunks,)](
+            topk_indices, chunk_base, pairs, num_chunks, E, ENTRIES, min(64, BLOCK_E)
+        )
+    _scan_kernel[(E,)](
+        chunk_base,
+        lists.tokens_per_expert,
+        num_chunks,
+        min(SCAN, triton.next_power_of_2(max(1, num_chunks))),
+    )
+    _tiles_kernel[(E,)](
+        lists.tokens_per_expert,
+        lists.expert_token_offsets,
+        lists.tile_expert,
+        lists.tile_row_start,
+        num_tiles,
+        E,
+        BLOCK_R,
+        BLOCK_E,
+        128,
+    )
+    if pairs:
+        _place_kernel[(num_chunks,)](
+            topk_indices,
+            chunk_base,
+            lists.expert_token_offsets,
+            lists.expert_token_indices,
+            lists.token_index_map,
+            pairs,
+            num_chunks,
+            E,
+            K,
+            ENTRIES,
+        )
+    return lists
+
+
+@triton.jit
+def _permuted_probs_kernel(
+    probs_ptr,  # [T, K], or [T, E] when DENSE
+    token_expert_indices_ptr,  # [T*K] int32
+    token_index_map_ptr,  # [T*K] int32
+    permuted_probs_ptr,  # [R_max] fp32
+    num_entries,
+    E,
+    K: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Probs by row. probs = [[.2, .8], [.6, .4]], map = [[1, 2], [0, -1]] -> [.6, .2, .8]"""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(token_index_map_ptr + entry, mask=entry < num_entries, other=-1)
+    address = entry.to(tl.int64)
+    if DENSE:
+        expert = tl.load(token_expert_indices_ptr + entry, mask=row >= 0, other=0)
+        address = (address // K) * E + expert
+    prob = tl.load(probs_ptr + address, mask=row >= 0, other=0.0)
+    tl.store(permuted_probs_ptr + row, prob.to(tl.float32), mask=row >= 0)
+
+
+def permuted_probs(probs: torch.Tensor, lists: IndexLists, dense: bool) -> torch.Tensor:
+    """Probabilities in row order.
+
+    Args:
+        probs: [T, K] beside `token_expert_indices`, or the router's [T, E] when `dense`.
+    Returns:
+        [R_max] fp32; undefined past R.
+    """
+    out = probs.new_empty(lists.max_rows, dtype=torch.float32)
+    pairs = lists.token_index_map.numel()
+    if pairs:
+        _permuted_probs_kernel[(triton.cdiv(pairs, 256),)](
+            probs.contiguous(),
+            lists.token_expert_indices,
+            lists.token_index_map,
+            out,
+            pairs,
+            probs.shape[1],
+            lists.topk,
+            dense,
+            256,
+        )
+    return out
+
+
+@triton.jit
+def _grad_probs_kernel(
+    grad_permuted_probs_ptr,  # [R_max] fp32
+    token_expert_indices_ptr,  # [T*K] int32
+    token_index_map_ptr,  # [T*K] int32
+    grad_probs_ptr,  # [T, K], or [T, N] with N = E when DENSE
+    T,
+    N,
+    K: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Back in the router's shape. g = [5, 6, 7], map = [[1, 2], [0, -1]] -> [[6, 7], [5, 0]]"""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    grad = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for k in tl.static_range(K):
+        entry = t.to(tl.int64) * K + k
+        row = tl.load(token_index_map_ptr + entry, mask=t < T, other=-1)
+        value = tl.load(grad_permuted_probs_ptr + row, mask=row >= 0, other=0.0)
+        column = k
+        if DENSE:
+            column = tl.load(token_expert_indices_ptr + entry, mask=row >= 0, other=-1)[:, None]
+        grad += tl.where(n[None, :] == column, value[:, None], 0.0)
+    address = t.to(tl.int64)[:, None] * N + n[None, :]
+    inside = (t < T)[:, None] & (n < N)[None, :]
+    tl.store(grad_probs_ptr + address, grad.to(grad_probs_ptr.dtype.element_ty), mask=inside)
+
+
+def grad_probs(
+    grad_permuted_probs: torch.Tensor, lists: IndexLists, probs: torch.Tensor, dense: bool
+) -> torch.Tensor:
+    """[R_max] fp32 -> gradient of `probs` in its shape and dtype, 0 where no row was routed."""
+    T, N = probs.shape
+    out = torch.empty_like(probs, memory_format=torch.contiguous_format)
+    BLOCK_T, BLOCK_N = 32, min(128, triton.next_power_of_2(N))
+    if T:
+        _grad_probs_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(N, BLOCK_N))](
+            grad_permuted_probs,
+            lists.token_expert_indices,
+            lists.token_index_map,
+            out,
+            T,
+            N,
+            lists.topk,
+            dense,
+            BLOCK_T,
+            BLOCK_N,
+        )
+    return out

@@ -1,0 +1,24 @@
+"""The Triton launchers under one name; `reference` holds their eager twins under the same names."""
+
+from moeblaze_megatron.ops.activation import activation_backward
+from moeblaze_megatron.ops.combine import combine
+from moeblaze_megatron.ops.gemm import fc1, gather, rows_gemm, wgrad
+from moeblaze_megatron.ops.index_lists import (
+    grad_probs,
+    index_lists,
+    permuted_probs,
+    topk_indices_from_routing_map,
+)
+
+__all__ = [
+    "activation_backward",
+    "combine",
+    "fc1",
+    "gather",
+    "grad_probs",
+    "index_lists",
+    "permuted_probs",
+    "rows_gemm",
+    "topk_indices_from_routing_map",
+    "wgrad",
+]

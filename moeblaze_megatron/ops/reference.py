@@ -1,0 +1,217 @@
+"""The eager twin of every kernel, under the same name and signature, and the layer in plain torch.
+
+The twins are what runs on CPU tensors; the tests and the benchmark compare kernels with them, and
+`moe_reference`, which autograd differentiates, checks the algebra of both.
+
+T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R routed rows.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from moeblaze_megatron.ops.activation import GATED
+from moeblaze_megatron.ops.index_lists import IndexLists, max_tiles
+from moeblaze_megatron.ops.tiles import BLOCK_R
+
+FUNCTIONS = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "squared_relu": lambda v: F.relu(v).square(),
+}
+
+
+def activate(fc1_output: torch.Tensor, activation: str) -> torch.Tensor:
+    """[..., 2F] (gate half first) or [..., F] -> [..., F]."""
+    if activation not in GATED:
+        return FUNCTIONS[activation](fc1_output)
+    gate, up = fc1_output.chunk(2, dim=-1)
+    return FUNCTIONS[activation](gate) * up
+
+
+def moe_reference(
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    topk_indices: torch.Tensor,
+    topk_probs: torch.Tensor,
+    activation: str = "swiglu",
+) -> torch.Tensor:
+    """The whole layer, differentiable by autograd, in x's dtype as eager torch computes it.
+
+    output[t] = sum over k of fc2[e] (prob[t, k] * f(fc1[e] x[t])) with e = topk_indices[t, k];
+    shapes as in `moeblaze_experts`.
+    """
+    output = torch.zeros_like(x)
+    for e in range(fc1_weight.shape[0]):
+        token, k = (topk_indices == e).nonzero(as_tuple=True)
+        act = activate(x[token] @ fc1_weight[e].T, activation)
+        act = (act * topk_probs[token, k, None]).to(x.dtype)
+        output = output.index_add(0, token, act @ fc2_weight[e].T)
+    return output
+
+
+def topk_indices_from_routing_map(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """[T, E] bool -> [T, topk] int32, -1 = none; experts past `topk` of a token are left out."""
+    out = routing_map.new_full((routing_map.shape[0], topk), -1, dtype=torch.int32)
+    slot = routing_map.cumsum(1) - 1
+    token, expert = (routing_map & (slot < topk)).nonzero(as_tuple=True)
+    out[token, slot[token, expert]] = expert.int()
+    return out
+
+
+def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
+    """A stable sort by expert in place of counting; see the kernels for the shapes."""
+    T, K = topk_indices.shape
+    flat = topk_indices.flatten().long()
+    valid = (flat >= 0) & (flat < num_experts)
+    tokens_per_expert = torch.bincount(flat[valid], minlength=num_experts)
+    offsets = F.pad(tokens_per_expert.cumsum(0), (1, 0))
+    pairs = valid.nonzero().squeeze(1)
+    pairs = pairs[flat[pairs].argsort(stable=True)]
+    token_index_map = torch.full_like(flat, -1)
+    token_index_map[pairs] = torch.arange(pairs.numel(), device=flat.device)
+    expert_token_indices = flat.new_zeros(max(1, flat.numel()))
+    expert_token_indices[: pairs.numel()] = pairs // K
+
+    tiles = (tokens_per_expert + BLOCK_R - 1) // BLOCK_R
+    tile_expert = flat.new_full((max_tiles(flat.numel(), num_experts),), -1)
+    tile_row_start = tile_expert.clone()
+    expert = torch.arange(num_experts, device=flat.device).repeat_interleave(tiles)
+    nth = torch.arange(expert.numel(), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]
+    tile_expert[: expert.numel()] = expert
+    tile_row_start[: expert.numel()] = offsets[expert] + nth * BLOCK_R
+    return IndexLists(
+        tokens_per_expert=tokens_per_expert.int(),
+        expert_token_offsets=offsets.int(),
+        expert_token_indices=expert_token_indices.int(),
+        token_expert_indices=topk_indices,
+        token_index_map=token_index_map.view(T, K).int(),
+        tile_expert=tile_expert.int(),
+        tile_row_start=tile_row_start.int(),
+    )
+
+
+def _pairs(lists: IndexLists) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """token, k and row of every routed pair."""
+    token, k = (lists.token_index_map >= 0).nonzero(as_tuple=True)
+    return token, k, lists.token_index_map[token, k].long()
+
+
+def _column(lists: IndexLists, token: torch.Tensor, k: torch.Tensor, dense: bool) -> torch.Tensor:
+    return lists.token_expert_indices[token, k].long() if dense else k
+
+
+def permuted_probs(probs: torch.Tensor, lists: IndexLists, dense: bool) -> torch.Tensor:
+    """[T, K] or, when `dense`, [T, E] -> [R_max] in row order, fp32 or wider."""
+    token, k, row = _pairs(lists)
+    out = probs.new_zeros(lists.max_rows, dtype=torch.promote_types(probs.dtype, torch.float32))
+    out[row] = probs[token, _column(lists, token, k, dense)].to(out.dtype)
+    return out
+
+
+def grad_probs(
+    grad_permuted_probs: torch.Tensor, lists: IndexLists, probs: torch.Tensor, dense: bool
+) -> torch.Tensor:
+    """[R_max] -> gradient of `probs` in its shape and dtype."""
+    token, k, row = _pairs(lists)
+    out = torch.zeros_like(probs)
+    values = grad_permuted_probs[row].to(out.dtype)
+    return out.index_put_((token, _column(lists, token, k, dense)), values, accumulate=True)
+
+
+def _experts(lists: IndexLists):
+    """Number and rows of every expert."""
+    offsets = lists.expert_token_offsets.tolist()
+    return enumerate(slice(a, b) for a, b in pairwise(offsets))
+
+
+def fc1(
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: str,
+    save: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """fc1_output [R_max, 2F] or [R_max, F] and act [R_max, F]."""
+    width = fc1_weight.shape[1]
+    fc1_output = x.new_zeros(lists.max_rows, width)
+    for e, rows in _experts(lists):
+        fc1_output[rows] = x[lists.expert_token_indices[rows]] @ fc1_weight[e].T
+    act = (activate(fc1_output, activation) * permuted_probs[:, None]).to(x.dtype)
+    return (fc1_output if save else None), act
+
+
+def rows_gemm(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    n_start: int,
+    gather: bool,
+    transposed: bool,
+) -> torch.Tensor:
+    """Columns n_start .. n_start + cols of every row times its expert's weight."""
+    columns = slice(n_start, n_start + out.shape[1])
+    for e, rows in _experts(lists):
+        source = a[lists.expert_token_indices[rows]] if gather else a[rows]
+        out[rows] = source @ (weight[e, columns].T if transposed else weight[e, :, columns])
+    return out
+
+
+def combine(rows: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) -> torch.Tensor:
+    """out[t, h_start : h_start + cols] = sum over k of rows[token_index_map[t, k]]."""
+    acc = torch.zeros(
+        out.shape[0],
+        rows.shape[1],
+        dtype=torch.promote_types(rows.dtype, torch.float32),
+        device=rows.device,
+    )
+    for k in range(lists.topk):
+        row = lists.token_index_map[:, k, None]
+        acc += torch.where(row >= 0, rows[row.clamp(min=0).squeeze(1).long()], 0)
+    out[:, h_start : h_start + rows.shape[1]] = acc
+    return out
+
+
+def activation_backward(
+    grad_act: torch.Tensor,
+    fc1_output: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """grad_fc1_output, act and grad_permuted_probs [R_max]; the first two in place."""
+    wide = torch.promote_types(grad_act.dtype, torch.float32)
+    R = int(lists.expert_token_offsets[-1])
+    with torch.enable_grad():
+        leaf = fc1_output[:R].to(wide).requires_grad_()
+        value = activate(leaf, activation)
+    grad = grad_act[:R].to(wide)
+    (grad_leaf,) = torch.autograd.grad(value, leaf, (grad * permuted_probs[:R, None]).to(wide))
+    grad_permuted_probs = torch.zeros_like(permuted_probs)
+    grad_permuted_probs[:R] = (grad * value.detach()).sum(1)
+    grad_act[:R] = value.detach() * permuted_probs[:R, None]
+    fc1_output[:R] = grad_leaf
+    return fc1_output, grad_act, grad_permuted_probs
+
+
+def gather(x: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) -> torch.Tensor:
+    """out[r] = x[expert_token_indices[r], h_start : h_start + cols] for the rows in use."""
+    R = int(lists.expert_token_offsets[-1])
+    out[:R] = x[lists.expert_token_indices[:R], h_start : h_start + out.shape[1]]
+    return out
+
+
+def wgrad(
+    a: torch.Tensor, b: torch.Tensor, lists: IndexLists, out: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """out[e] (+)= a[rows]^T b[rows]; zeros, or left as it is, for an expert without rows."""
+    for e, rows in _experts(lists):
+        grad = a[rows].T @ b[rows]
+        out[e] = out[e] + grad if accumulate else grad
+    return out
