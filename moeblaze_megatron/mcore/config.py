@@ -1,0 +1,292 @@
+"""Which Megatron settings moeblaze trains with, and what to change about the others.
+
+Several of Megatron's own guards name the dispatchers they apply to and so pass over a value they
+do not know; what they protect is checked here again.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+
+from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK
+
+
+class Setting(NamedTuple):
+    """A field, the values of it that moeblaze accepts, and what to do about any other."""
+
+    field: str
+    accepted: tuple
+    do: str
+
+
+OFF = (False, None)
+
+SETTINGS = (
+    # Parallelism.
+    Setting(
+        "expert_model_parallel_size",
+        (None, 1),
+        "expert parallelism is not supported yet, set --expert-model-parallel-size 1",
+    ),
+    Setting(
+        "expert_tensor_parallel_size",
+        (None, 1),
+        "tensor parallelism inside experts is not supported yet, set "
+        "--expert-tensor-parallel-size 1 (it defaults to the tensor-parallel size)",
+    ),
+    Setting(
+        "expert_gtp_weight_remat_size",
+        (None, 0, 1),
+        "sharded expert weights are not supported, set "
+        "--expert-tensor-parallel-num-weight-shards 1",
+    ),
+    Setting("moe_extended_tp", OFF, "leave out --moe-extended-tp"),
+    # What an expert computes; its activation is checked by _activation_reasons.
+    Setting("add_bias_linear", OFF, "experts have no bias yet, add --disable-bias-linear"),
+    Setting(
+        "moe_apply_probs_on_input",
+        OFF,
+        "probs multiply the activation, leave out --moe-apply-probs-on-input",
+    ),
+    Setting(
+        "activation_func_clamp_value",
+        (None,),
+        "activations are not clamped yet, leave out --activation-func-clamp-value",
+    ),
+    Setting(
+        "glu_linear_offset",
+        (None, 0.0),
+        "the gate has no offset yet, leave out --glu-linear-offset",
+    ),
+    Setting(
+        "moe_mlp_glu_interleave_size",
+        (None,),
+        "fc1 holds the gate half, then the other, leave out --moe-mlp-glu-interleave-size",
+    ),
+    Setting(
+        "activation_func_fp8_input_store",
+        OFF,
+        "fc1_output is saved in the training dtype, set activation_func_fp8_input_store=False",
+    ),
+    Setting(
+        "use_te_activation_func",
+        OFF,
+        "the activation is part of a kernel, leave out --use-te-activation-func",
+    ),
+    # Quantisation.
+    Setting("fp8", OFF, "experts train in fp32, bf16 or fp16, leave out --fp8-format"),
+    Setting("fp4", OFF, "experts train in fp32, bf16 or fp16, leave out --fp4-format"),
+    Setting("use_kitchen", OFF, "experts are not quantised, set use_kitchen=False"),
+    Setting(
+        "quant_recipe",
+        (None,),
+        "experts are not quantised, leave out --te-precision-config-file",
+    ),
+    Setting(
+        "moe_router_padding_for_quantization",
+        OFF,
+        "experts are not quantised, leave out --moe-router-padding-for-quantization",
+    ),
+    Setting(
+        "moe_router_padding_for_fp8",
+        OFF,
+        "experts are not quantised, leave out --moe-router-padding-for-fp8",
+    ),
+    # Other implementations of the experts.
+    Setting(
+        "transformer_impl",
+        (None, "local", "transformer_engine"),
+        "set --transformer-impl local or transformer_engine",
+    ),
+    Setting(
+        "use_transformer_engine_op_fuser",
+        OFF,
+        "it fuses other experts, leave out --use-transformer-engine-op-fuser",
+    ),
+    Setting(
+        "moe_single_grouped_weight",
+        OFF,
+        "each linear is one weight already, leave out --moe-single-grouped-weight",
+    ),
+    Setting(
+        "moe_single_grouped_bias",
+        OFF,
+        "experts have no bias yet, leave out --moe-single-grouped-bias",
+    ),
+    Setting("moe_use_legacy_grouped_gemm", OFF, "leave out --moe-use-legacy-grouped-gemm"),
+    Setting(
+        "batch_invariant_mode",
+        OFF,
+        "sums depend on the tile sizes, leave out --batch-invariant-mode",
+    ),
+    # Capacity. A factor without padding only leaves rows out, which is supported.
+    Setting(
+        "moe_pad_expert_input_to_capacity",
+        OFF,
+        "padding gives a token more experts than moe_router_topk, leave out "
+        "--moe-pad-expert-input-to-capacity (a capacity factor alone is supported)",
+    ),
+    Setting(
+        "moe_pad_experts_for_cuda_graph_inference",
+        OFF,
+        "it pads to capacity, leave out --moe-pad-experts-for-cuda-graph-inference",
+    ),
+    Setting(
+        "moe_expert_rank_capacity_factor",
+        (None,),
+        "it is the flex dispatcher's, leave out --moe-expert-rank-capacity-factor",
+    ),
+    # Overlap with the dispatcher's communication; there is none on one expert-parallel rank.
+    Setting(
+        "moe_shared_expert_overlap",
+        OFF,
+        "there is no communication to overlap, leave out --moe-shared-expert-overlap",
+    ),
+    Setting(
+        "overlap_moe_expert_parallel_comm",
+        OFF,
+        "there is no communication to overlap, leave out --overlap-moe-expert-parallel-comm",
+    ),
+    Setting(
+        "ep_overlap_early_attn_memory_release",
+        OFF,
+        "there is no communication to overlap, leave out --ep-overlap-early-attn-memory-release",
+    ),
+    Setting(
+        "delay_wgrad_compute",
+        OFF,
+        "weight gradients are not delayed, leave out --delay-wgrad-compute",
+    ),
+    Setting(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        OFF,
+        "weight gradients are not delayed, leave out "
+        "--overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    # Memory. CUDA graphs and offload modules: _graph_reasons, _offload_reasons. "moe_act" of
+    # recompute_modules is accepted: it promises that the activation is not kept, and it never is.
+    Setting(
+        "moe_paged_stash",
+        OFF,
+        "it stashes activations of other experts, leave out --moe-paged-stash",
+    ),
+)
+
+# Command-line arguments that do not reach the TransformerConfig.
+ARGUMENTS = (
+    Setting("use_megatron_fsdp", OFF, "use --use-distributed-optimizer in its place"),
+    Setting("use_torch_fsdp2", OFF, "use --use-distributed-optimizer in its place"),
+    Setting(
+        "moe_use_upcycling",
+        OFF,
+        "upcycle with another dispatcher, then load that checkpoint",
+    ),
+    Setting(
+        "optimizer",
+        (None, "adam", "sgd", "lion"),
+        "optimizers of 2-D weights pass over the 3-D weights of the experts, use --optimizer adam",
+    ),
+)
+
+OFFLOAD_INSIDE_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
+GRAPHS_OUTSIDE_MOE = {"attn", "mlp", "mamba"}
+
+
+class UnsupportedSettings(ValueError):
+    """Settings that moeblaze does not train with.
+
+    Attributes:
+        reasons: one line for each, "field=value: why, what to do".
+    """
+
+    def __init__(self, reasons: list[str]):
+        self.reasons = reasons
+        super().__init__("moeblaze does not support:\n  " + "\n  ".join(reasons))
+
+
+def activation_name(config: Any) -> str | None:
+    """The operator's name of the config's activation; None if it has none."""
+    from megatron.core.activations import squared_relu
+
+    names = {
+        (F.silu, True): "swiglu",
+        (F.gelu, True): "geglu",
+        (F.silu, False): "silu",
+        (F.gelu, False): "gelu",
+        (squared_relu, False): "squared_relu",
+    }
+    return names.get((config.activation_func, bool(config.gated_linear_unit)))
+
+
+def _table_reasons(settings: Any, table: tuple[Setting, ...]) -> Iterator[str]:
+    for field, accepted, do in table:
+        value = getattr(settings, field, accepted[0])
+        if value not in accepted:
+            yield f"{field}={value!r}: {do}"
+
+
+def _size_reasons(config: Any) -> Iterator[str]:
+    for field, low, high in (
+        ("num_moe_experts", 1, MAX_EXPERTS),
+        ("moe_router_topk", 1, MAX_TOPK),
+        ("moeblaze_workspace_mb", 1, float("inf")),
+    ):
+        value = getattr(config, field, None)
+        if value is not None and not low <= value <= high:
+            yield f"{field}={value}: use {low} to {high}"
+
+
+def _activation_reasons(config: Any) -> Iterator[str]:
+    if activation_name(config) is None:
+        func = getattr(config.activation_func, "__name__", repr(config.activation_func))
+        yield (
+            f"activation_func={func}, gated_linear_unit={config.gated_linear_unit}: use silu or "
+            "gelu with or without a gate (--swiglu), or --squared-relu"
+        )
+
+
+def _graph_reasons(config: Any) -> Iterator[str]:
+    impl = getattr(config, "cuda_graph_impl", "none")
+    modules = getattr(config, "cuda_graph_modules", None)
+    if modules is None:
+        modules = getattr(config, "cuda_graph_scope", None)  # its name up to 0.17
+    modules = modules if isinstance(modules, list | tuple) else [modules]
+    names = [getattr(module, "name", module) for module in modules]
+    if impl != "none" and not (names and GRAPHS_OUTSIDE_MOE.issuperset(names)):
+        yield (
+            f"cuda_graph_impl={impl!r}, cuda_graph_modules={names}: an MoE layer cannot be "
+            f"captured yet, name the modules to capture, of {sorted(GRAPHS_OUTSIDE_MOE)}"
+        )
+
+
+def _offload_reasons(config: Any) -> Iterator[str]:
+    inside = OFFLOAD_INSIDE_EXPERTS.intersection(getattr(config, "offload_modules", None) or ())
+    if inside and getattr(config, "fine_grained_activation_offloading", False):
+        yield f"offload_modules={sorted(inside)}: they are parts of other experts, leave them out"
+
+
+def unsupported_reasons(config: Any) -> list[str]:
+    """Everything in a TransformerConfig that moeblaze does not support, and what to do about it.
+
+    A field that this version of Megatron does not have counts as left out.
+    """
+    return [
+        *_table_reasons(config, SETTINGS),
+        *_size_reasons(config),
+        *_activation_reasons(config),
+        *_graph_reasons(config),
+        *_offload_reasons(config),
+    ]
+
+
+def unsupported_arguments(args: Any) -> list[str]:
+    """The same for Megatron's command-line arguments that do not reach the TransformerConfig."""
+    return list(_table_reasons(args, ARGUMENTS))
+
+
+def check_config(config: Any) -> None:
+    """Raises UnsupportedSettings, a ValueError that names every setting not supported."""
+    reasons = unsupported_reasons(config)
+    if reasons:
+        raise UnsupportedSettings(reasons)

@@ -1,0 +1,169 @@
+"""Teaches an installed megatron-core, unmodified, the dispatcher type "moeblaze" at run time."""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import sys
+import typing
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+VALUE = "moeblaze"
+TESTED_VERSIONS = ("0.19",)
+# Our own flags; on a config they are attributes of the same names.
+FLAGS = ("moeblaze_workspace_mb", "moeblaze_check_routing")
+
+
+def _with_config_check(post_init: Callable) -> Callable:
+    @functools.wraps(post_init)
+    def wrapped(self: Any) -> None:
+        from moeblaze_megatron.mcore.config import check_config
+
+        post_init(self)
+        if self.moe_token_dispatcher_type == VALUE and self.num_moe_experts:
+            check_config(self)
+
+    return wrapped
+
+
+def _with_moeblaze(init: Callable) -> Callable:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+        from moeblaze_megatron.mcore.dispatcher import MoEBlazeTokenDispatcher
+        from moeblaze_megatron.mcore.experts import experts_class
+
+        if config.moe_token_dispatcher_type != VALUE:
+            return init(self, config, *args, **kwargs)
+        call = signature.bind(self, config, *args, **kwargs)
+        submodules = call.arguments["submodules"]
+        groups = call.arguments.get("pg_collection") or get_default_pg_collection()
+        call.arguments["pg_collection"] = groups
+        call.arguments["submodules"] = dataclasses.replace(
+            submodules, experts=experts_class(submodules.experts)
+        )
+        # The layer refuses a value it does not know. It keeps nothing of the all-gather
+        # dispatcher, which holds no state and no stream, once ours takes its place.
+        config.moe_token_dispatcher_type = "allgather"
+        try:
+            init(*call.args, **call.kwargs)
+        finally:
+            config.moe_token_dispatcher_type = VALUE
+        self.token_dispatcher = MoEBlazeTokenDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+        )
+
+    return wrapped
+
+
+def _megabytes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of MiB, 1 or more, not {text!r}")
+    return int(text)
+
+
+def _with_flags(add_arguments: Callable) -> Callable:
+    @functools.wraps(add_arguments)
+    def wrapped(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_arguments(parser)
+        group = parser.add_argument_group(title=VALUE)
+        group.add_argument(
+            "--moeblaze-workspace-mb",
+            type=_megabytes,
+            metavar="MB",
+            help="Most memory, in MiB, that moeblaze uses at a time for expert outputs that are "
+            "not summed per token yet.",
+        )
+        group.add_argument(
+            "--moeblaze-check-routing",
+            action="store_true",
+            help="Check on the device that no token has more than --moe-router-topk experts. Each "
+            "layer waits for the device then; for debugging a router of your own.",
+        )
+        return parser
+
+    wrapped.teaches_moeblaze = True
+    return wrapped
+
+
+def _with_flags_on_config(config_from_args: Callable) -> Callable:
+    @functools.wraps(config_from_args)
+    def wrapped(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        from moeblaze_megatron.mcore.config import UnsupportedSettings, unsupported_arguments
+
+        chosen = args.moe_token_dispatcher_type == VALUE and args.num_experts
+        reasons = unsupported_arguments(args) if chosen else []
+        try:
+            config = config_from_args(args, *rest, **kwargs)
+        except UnsupportedSettings as error:
+            raise UnsupportedSettings(error.reasons + reasons) from None
+        if reasons:
+            raise UnsupportedSettings(reasons)
+        for name in FLAGS:
+            setattr(config, name, getattr(args, name))
+        return config
+
+    return wrapped
+
+
+def _install_core() -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # Megatron's argument parser takes its choices from the type of the dataclass field.
+    field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+    values = typing.get_args(field.type)
+    if VALUE in values:  # installed before, or native (patches/)
+        return
+    field.type = typing.Literal[(*values, VALUE)]
+    TransformerConfig.__post_init__ = _with_config_check(TransformerConfig.__post_init__)
+    # In place: specs made at import, and identity checks up to 0.17, hold this very class.
+    MoELayer.__init__ = _with_moeblaze(MoELayer.__init__)
+
+
+def _install_training() -> None:
+    try:
+        from megatron.training import arguments
+    except ImportError:  # no command line, then: megatron-core 0.16, or megatron.core alone
+        return
+    if getattr(arguments.add_megatron_arguments, "teaches_moeblaze", False):
+        return
+    arguments.add_megatron_arguments = _with_flags(arguments.add_megatron_arguments)
+    # Modules of megatron.training have taken this function by name at their import.
+    name = "core_transformer_config_from_args"
+    original = getattr(arguments, name)
+    wrapped = _with_flags_on_config(original)
+    for module in list(sys.modules.values()):
+        if getattr(module, name, None) is original:
+            setattr(module, name, wrapped)
+
+
+def _warn_if_untested() -> None:
+    from megatron.core.package_info import __version__ as version
+
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED_VERSIONS)):
+        warnings.warn(
+            f"megatron-core {version} is not a version moeblaze was tested with: "
+            f"{', '.join(TESTED_VERSIONS)}",
+            stacklevel=3,
+        )
+
+
+@functools.cache
+def install() -> None:
+    """Makes `moe_token_dispatcher_type="moeblaze"` a value that Megatron knows.
+
+    Call it before arguments are parsed and before configs and layers are made. Argument parser,
+    TransformerConfig and MoELayer are extended in place; with another dispatcher type they do
+    what they did. Further calls do nothing, nor is anything done to a Megatron that knows the
+    value already, but for adding the `--moeblaze-...` flags. Warns once if this version of
+    megatron-core was not tested.
+    """
+    _warn_if_untested()
+    _install_core()
+    _install_training()
