@@ -9,7 +9,9 @@ VERSION = (ROOT / "moeblaze_megatron" / "version.py").read_text().split('"')[1]
 
 # megatron.training and its checkpoints import yaml, six and psutil without declaring them.
 MEGATRON = ["megatron-core>=0.19,<0.20", "pyyaml", "six", "psutil"]
-TEST = [*MEGATRON, "pytest", "pytest-timeout", "ruff"]
+# Triton 3.6's interpreter fails on loops with loaded bounds from numpy 2.4 on. A minor version of
+# ruff may format differently.
+TEST = [*MEGATRON, "numpy<2.4", "pytest>=8", "pytest-timeout", "ruff>=0.17,<0.18"]
 
 setup(
     name="moeblaze-megatron",
@@ -18,9 +20,9 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
-    # Triton 3.6's interpreter fails on loops with loaded bounds under numpy 2.4.
-    install_requires=["torch>=2.9", "triton>=3.5", "numpy<2.4"],
+    install_requires=["torch>=2.9", "triton>=3.5"],
     extras_require={"megatron": MEGATRON, "test": TEST},
 )

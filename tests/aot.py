@@ -1,0 +1,184 @@
+"""Compiles the package's kernels for GPUs that need not be there: `python tests/aot.py 90`.
+
+The operator runs on tensors of the meta device, which have shapes and dtypes but no data, and every
+launch is compiled with exactly the arguments, tiles and options it was made with. So nothing is
+listed here that a launcher says, and a host read of a device value (`.item()`) would fail. Printed
+of every kernel: registers, spilled bytes and shared memory. Not under TRITON_INTERPRET, where there
+is nothing to compile.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from moeblaze_megatron.ops import experts, kernels
+from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
+
+T, H, F, E, K = 32768, 2048, 768, 128, 8  # Qwen3-30B-A3B
+# Shared memory a program may use, in bytes (CUDA C++ programming guide, compute capabilities).
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs of the GPU; `spilled` and `shared` are bytes."""
+
+    kernel: str
+    variant: str
+    tile: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled: int
+    shared: int
+
+    HEADER = ("kernel", "variant", "tile", "warps", "stages", "registers", "spilled", "shared")
+
+
+class _Driver:
+    """Answers the questions that a launch asks before it compiles."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # JITFunction keeps its compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list]:
+    """Inside, a launch compiles its kernel for `sm_<arch>`, lists it and runs nothing."""
+    compiled = []
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel not in compiled:
+            compiled.append(kernel)
+        return kernel
+
+    with (
+        patch.object(triton.runtime.driver, "_active", _Driver(arch)),
+        patch.object(JITFunction, "run", compile_only),
+    ):
+        yield compiled
+
+
+def resources(kernel) -> Resources:
+    """Reads a compiled kernel's resources from its cubin with the cuobjdump that Triton ships."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout + usage.stderr)
+    registers, stack, local = map(int, found.groups())
+    names = kernel.src.fn.arg_names
+    constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
+    tile = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
+    flags = [name.lower() for name, value in constants.items() if value is True]
+    choices = [value for value in constants.values() if isinstance(value, str)]
+    return Resources(
+        kernel=kernel.name,
+        variant=" ".join(choices + flags),
+        tile="x".join(tile),
+        num_warps=kernel.metadata.num_warps,
+        num_stages=kernel.metadata.num_stages,
+        registers=registers,
+        spilled=stack + local,
+        shared=kernel.metadata.shared,
+    )
+
+
+def step(dtype: torch.dtype, activation: str, fusion: bool) -> None:
+    """Training and inference of the layer, from either form of the routing, on meta tensors."""
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+    fc1_weight = tensor(E, 2 * F if activation in GATED else F, H)
+    fc2_weight = tensor(E, H, F)
+    for weight in (fc1_weight, fc2_weight):
+        weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
+    topk_indices = kernels.topk_indices_from_routing_map(tensor(T, E, dtype=torch.bool), K)
+    lists = kernels.index_lists(topk_indices, E)
+    probs = tensor(T, E, dtype=torch.float32)
+
+    def forward() -> torch.Tensor:
+        return experts.moeblaze_experts(
+            tensor(T, H),
+            fc1_weight,
+            fc2_weight,
+            probs=probs,
+            index_lists=lists,
+            activation=activation,
+            gradient_accumulation_fusion=fusion,
+        )
+
+    output = forward()
+    output.backward(torch.empty_like(output))
+    with torch.no_grad():
+        forward()
+    topk_probs = tensor(T, K, dtype=torch.float32).detach()
+    permuted_probs = kernels.permuted_probs(topk_probs, lists, dense=False)
+    kernels.grad_probs(permuted_probs, lists, topk_probs, dense=False)
+
+
+def compile_step(arch: int, dtype: torch.dtype) -> list[Resources]:
+    """Every kernel of the package for `sm_<arch>`, with both ways to return dW.
+
+    All activations in bf16; one will do in the other dtypes.
+    """
+    activations = ACTIVATIONS if dtype is torch.bfloat16 else ACTIVATIONS[:1]
+    with (
+        compiling(arch) as compiled,
+        patch.object(experts, "kernels_for", return_value=kernels),
+        patch.object(torch, "is_autocast_enabled", return_value=False),  # fails for meta tensors
+    ):
+        for activation, fusion in itertools.product(activations, (False, True)):
+            step(dtype, activation, fusion)
+    return [resources(kernel) for kernel in compiled]
+
+
+def table(rows: list[Resources]) -> str:
+    cells = [Resources.HEADER, *(tuple(map(str, dataclasses.astuple(row))) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile all kernels without a GPU.")
+    parser.add_argument("arch", type=int, choices=MAX_SHARED, help="90 for sm_90")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--json", action="store_true", help="print JSON and not a table")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET"):
+        parser.error("TRITON_INTERPRET is set: unset it, interpreted kernels are not compiled")
+    rows = compile_step(arguments.arch, getattr(torch, arguments.dtype))
+    print(json.dumps([dataclasses.astuple(row) for row in rows]) if arguments.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

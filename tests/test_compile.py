@@ -1,0 +1,76 @@
+"""Every kernel compiles for the GPUs we name, with the tiles of its launcher, on any machine.
+
+In processes of their own, since this one may interpret its kernels (see conftest.py).
+"""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from aot import MAX_SHARED, Resources, table
+
+ROOT = Path(__file__).parents[1]
+TRITON_OPS = ROOT / "moeblaze_megatron" / "ops"
+
+SPILLS = """
+import aot, torch
+from dataclasses import replace
+from moeblaze_megatron.ops import tiles
+tiles.HALF_TILES["rows"] = replace(tiles.HALF_TILES["rows"], num_warps=4)
+rows = aot.compile_step(90, torch.bfloat16)
+print(max(row.spilled for row in rows if row.kernel == "_rows_kernel"))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(plain_env):
+    """(arch, dtype) -> Resources of every kernel, compiled once."""
+
+    @functools.cache
+    def compile_kernels(arch: int, dtype: str) -> list[Resources]:
+        command = [sys.executable, ROOT / "tests" / "aot.py", str(arch), "--dtype", dtype, "--json"]
+        result = subprocess.run(command, env=plain_env, check=True, stdout=subprocess.PIPE)
+        return [Resources(*row) for row in json.loads(result.stdout)]
+
+    return compile_kernels
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("arch", MAX_SHARED)
+def test_fits_the_gpu(compiled, arch, dtype):
+    """A kernel that asks for more shared memory than there is fails at its launch."""
+    for row in compiled(arch, dtype):
+        assert row.shared <= MAX_SHARED[arch], row
+
+
+def test_every_kernel_is_compiled(compiled):
+    sources = "\n".join(path.read_text() for path in TRITON_OPS.glob("*.py"))
+    defined = set(re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE))
+    assert {row.kernel for row in compiled(90, "bfloat16")} == defined
+
+
+def test_no_spills_in_bf16_on_sm_90(compiled):
+    spilling = [row for row in compiled(90, "bfloat16") if row.spilled]
+    assert not spilling, "\n" + table(spilling)
+
+
+def test_a_spill_is_seen(plain_env):
+    """128x256 fp32 accumulators are more than the registers of four warps hold."""
+    result = subprocess.run(
+        [sys.executable, "-c", SPILLS],
+        cwd=ROOT / "tests",
+        env=plain_env,
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    assert int(result.stdout) > 0
+
+
+@pytest.mark.parametrize("arch", MAX_SHARED)
+def test_print_resources(compiled, arch, capsys):
+    with capsys.disabled():
+        print(f"\n\nsm_{arch}, bf16\n{table(compiled(arch, 'bfloat16'))}")
