@@ -10,7 +10,7 @@ import triton.language as tl
 from moeblaze_megatron.ops.index_lists import IndexLists
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _combine_kernel(
     rows_ptr,  # [R, cols]
     token_index_map_ptr,  # [T, K], -1 = none

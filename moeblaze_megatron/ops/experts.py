@@ -166,7 +166,8 @@ class _Experts(torch.autograd.Function):
         # grad_act = gather(grad_output) W2
         grad_act = fc1_output.new_empty(fc1_output.shape[0], fc2_weight.shape[2])
         ops.rows_gemm(grad_output, fc2_weight, lists, grad_act, 0, gather=True, transposed=False)
-        # grad_fc1_output = grad_act * prob * f'(fc1_output), grad_prob = sum(grad_act * f(fc1_output))
+        # grad_fc1_output = grad_act * prob * f'(fc1_output)
+        # grad_prob = sum over F of grad_act * f(fc1_output)
         grad_fc1_output, act, grad_permuted_probs = ops.activation_backward(
             grad_act, fc1_output, permuted_probs, lists, ctx.activation
         )

@@ -42,7 +42,7 @@ def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.load(ptrs + k0, mask=(k0 + depth)[None, :] < SIZE, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _fc1_kernel(
     x_ptr,  # [T, H]
     fc1_weight_desc,  # [E, 2, F, H] when GATED, else [E, 1, F, H]
@@ -153,7 +153,7 @@ def fc1(
     return fc1_output, act
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _rows_kernel(
     a_ptr,  # [T, K] when GATHER, else unused
     a_desc,  # [R, K] unless GATHER
@@ -314,7 +314,7 @@ def _wgrad_kernel(
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out[e] (+)= a^T b over rows of e. a = [1, 2, 3], b = [4, 5, 6], offsets = [0, 2, 3] -> 14, 18"""
+    """out[e] = a^T b by expert. a = [1, 2, 3], b = [4, 5, 6], offsets = [0, 2, 3] -> [14, 18]"""
     expert = tl.program_id(1)
     tile_m, tile_n = _tile_of_program(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     start = tl.load(expert_token_offsets_ptr + expert)

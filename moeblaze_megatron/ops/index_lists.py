@@ -75,7 +75,7 @@ def max_tiles(rows: int, num_experts: int) -> int:
     return triton.cdiv(rows - num_experts + 1, BLOCK_R) + num_experts - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _topk_indices_kernel(
     routing_map_ptr,  # [T, E] uint8
     topk_indices_ptr,  # [T, K] int32
@@ -120,7 +120,7 @@ def _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES: tl.constexpr
     return entry, tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_chunks"])
 def _histogram_kernel(
     topk_indices_ptr,  # [T*K] int32
     chunk_base_ptr,  # [E, num_chunks] int32
@@ -139,7 +139,7 @@ def _histogram_kernel(
         tl.store(chunk_base_ptr + e.to(tl.int64) * num_chunks + chunk, count, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _scan_kernel(
     chunk_base_ptr,  # [E, num_chunks] int32, counts in, their exclusive prefix sums out
     tokens_per_expert_ptr,  # [E] int32
@@ -158,7 +158,7 @@ def _scan_kernel(
     tl.store(tokens_per_expert_ptr + e, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _tiles_kernel(
     tokens_per_expert_ptr,  # [E] int32
     expert_token_offsets_ptr,  # [E+1] int32
@@ -191,7 +191,7 @@ def _tiles_kernel(
             tl.store(tile_row_start_ptr + j, -1, mask=j < num_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "num_chunks"])
 def _place_kernel(
     topk_indices_ptr,  # [T*K] int32
     chunk_base_ptr,  # [E, num_chunks] int32
@@ -256,7 +256,7 @@ def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
         chunk_base,
         lists.tokens_per_expert,
         num_chunks,
-        min(SCAN, triton.next_power_of_2(max(1, num_chunks))),
+        SCAN,
     )
     _tiles_kernel[(E,)](
         lists.tokens_per_expert,
@@ -285,7 +285,7 @@ def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
     return lists
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _permuted_probs_kernel(
     probs_ptr,  # [T, K], or [T, E] when DENSE
     token_expert_indices_ptr,  # [T*K] int32
@@ -333,7 +333,7 @@ def permuted_probs(probs: torch.Tensor, lists: IndexLists, dense: bool) -> torch
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _grad_probs_kernel(
     grad_permuted_probs_ptr,  # [R_max] fp32
     token_expert_indices_ptr,  # [T*K] int32

@@ -1,0 +1,1 @@
+"""Benchmark of the MoE layer beside its peers: `python -m moeblaze_megatron.bench`."""

@@ -1,0 +1,427 @@
+"""The operator: output and every gradient against plain torch, what it saves, what it refuses."""
+
+import pytest
+import torch
+from cases import LARGE, SMALL, Case, assert_as_close_as_torch, expected, operands, routing, run
+
+from moeblaze_megatron import (
+    index_lists_from_routing_map,
+    index_lists_from_topk,
+    moeblaze_experts,
+)
+from moeblaze_megatron.ops import experts, reference
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def check(case, device, dtype, **options):
+    ids, probs = routing(case, device)
+    tensors = operands(case, device, dtype)
+
+    def layer(x, fc1_weight, fc2_weight, p):
+        return moeblaze_experts(
+            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p,
+            activation=case.activation, **options,
+        )  # fmt: skip
+
+    got = run(layer, tensors, probs)
+    exact = expected(case, tensors, ids, probs, torch.float64)
+    assert_as_close_as_torch(got, expected(case, tensors, ids, probs, dtype), exact)
+    counts = torch.bincount(ids[ids >= 0].long(), minlength=case.E)
+    for name in ("grad_fc1_weight", "grad_fc2_weight"):
+        assert (got[name][counts == 0] == 0).all(), f"{name} of an expert without tokens"
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small(case, dtype, device, nan_filled):
+    check(case, device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case, dtype, nan_filled):
+    check(case, "cuda", dtype)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_eager_gradients_are_those_of_autograd(case, monkeypatch):
+    """The eager twins, which CPU tensors use, in fp64: the algebra itself."""
+    monkeypatch.setattr(experts, "kernels_for", lambda tensor: reference)
+    ids, probs = routing(case, "cpu")
+    tensors = operands(case, "cpu", torch.float64)
+
+    def layer(x, fc1_weight, fc2_weight, p):
+        return moeblaze_experts(
+            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=case.activation
+        )
+
+    got = run(layer, tensors, probs.double())
+    for name, want in expected(case, tensors, ids, probs, torch.float64).items():
+        torch.testing.assert_close(got[name], want, rtol=1e-12, atol=1e-12)
+
+
+def test_workspace_slices_change_nothing(device, nan_filled):
+    """Column slices of 128 out of 320, the last one narrower."""
+    case = Case(40, 320, 48, 4, 2, "three slices")
+    whole = check(case, device, torch.float32)
+    sliced = check(case, device, torch.float32, workspace_bytes=1)
+    for name in whole:
+        torch.testing.assert_close(sliced[name], whole[name], rtol=1e-5, atol=1e-5)
+
+
+def test_repeats_bitwise(device):
+    case = SMALL[0] if device == "cpu" else LARGE[0]
+    first, second = (check(case, device, torch.bfloat16) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("probs_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_dense_probs_and_routing_map(device, probs_dtype, nan_filled):
+    """Megatron's router form equals the top-k form; the gradient is dense, 0 off the map."""
+    case = Case(40, 32, 32, 6, 3, "dense form", dropped=0.2)
+    ids, topk_probs = routing(case, device)
+    tensors = operands(case, device, torch.float32)
+    valid = ids >= 0
+    token = torch.arange(case.T, device=device)[:, None].expand_as(ids)[valid]
+    column = ids[valid].long()
+    routing_map = torch.zeros(case.T, case.E, dtype=torch.bool, device=device)
+    routing_map[token, column] = True
+    dense = torch.rand(case.T, case.E, device=device).to(probs_dtype)  # off the map: to be ignored
+    dense[token, column] = topk_probs[valid].to(probs_dtype)
+    args = (tensors["x"], tensors["fc1_weight"], tensors["fc2_weight"])
+
+    dense.requires_grad_()
+    out = moeblaze_experts(*args, probs=dense, routing_map=routing_map, topk=case.K)
+    (grad,) = torch.autograd.grad(out, dense, tensors["grad_output"])
+    topk_probs = topk_probs.to(probs_dtype).requires_grad_()
+    want = moeblaze_experts(*args, topk_indices=ids, topk_probs=topk_probs)
+    (topk_grad,) = torch.autograd.grad(want, topk_probs, tensors["grad_output"])
+    want_grad = torch.zeros_like(dense).index_put_((token, column), topk_grad[valid])
+
+    torch.testing.assert_close(out, want)  # experts of a token are added in another order
+    assert torch.equal(grad, want_grad) and grad.dtype is probs_dtype
+    lists = index_lists_from_routing_map(routing_map, case.K)
+    again = moeblaze_experts(*args, probs=dense, index_lists=lists)
+    assert torch.equal(again, out)
+
+
+def test_a_selected_probability_of_zero_keeps_its_row(device):
+    """The map decides, not the probabilities: a zero prob has a gradient."""
+    x, w1, w2 = torch.ones(1, 16), torch.ones(2, 32, 16), torch.ones(2, 16, 16)
+    x, w1, w2 = (t.to(device) for t in (x, w1, w2))
+    probs = torch.tensor([[0.0, 1.0]], device=device, requires_grad=True)
+    chosen = torch.tensor([[True, False]], device=device)
+    out = moeblaze_experts(x, w1, w2, probs=probs, routing_map=chosen, topk=1)
+    out.sum().backward()
+    assert (out == 0).all() and probs.grad[0, 0] > 0 and probs.grad[0, 1] == 0
+
+
+def test_saves_x_fc1_output_and_index_lists_only(device):
+    case = Case(40, 64, 32, 4, 2, "saved bytes")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.bfloat16)
+    leaves = {name: t[name].requires_grad_() for name in ("x", "fc1_weight", "fc2_weight")}
+    topk_probs = probs.requires_grad_()
+    lists = index_lists_from_topk(ids, case.E)
+    given = {t.data_ptr() for t in (*leaves.values(), topk_probs)}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
+        moeblaze_experts(*leaves.values(), topk_indices=ids, topk_probs=topk_probs)
+    new = [s for s in saved if s.data_ptr() not in given]
+    R = case.T * case.K
+    assert sorted(tuple(s.shape) for s in new) == sorted([(R,), (R, 2 * case.F)])
+    assert sum(s.nbytes for s in new) == R * (2 * case.F * 2 + 4)  # fc1_output bf16, probs fp32
+    held = [v for v in vars(lists).values() if v is not ids]
+    per_pair = sum(v.nbytes for v in held if v.shape[0] >= case.T)
+    assert per_pair <= 12 * R, "index lists: 4 bytes a row, 4 a pair, and the given ids"
+
+
+def test_frozen_operands(device):
+    """Only the gradients that are asked for, and no backward state without any."""
+    case = Case(30, 32, 32, 4, 2, "frozen")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    x = t["x"].requires_grad_()
+    out = moeblaze_experts(x, t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs)
+    out.backward(t["grad_output"])
+    want = check(case, device, torch.float32)["grad_x"]
+    assert torch.equal(x.grad, want)
+    with torch.no_grad():
+        assert moeblaze_experts(
+            x, t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs
+        ).equal(out)
+
+
+def main_grads(tensors, value):
+    for name in ("fc1_weight", "fc2_weight"):
+        weight = tensors[name].requires_grad_()
+        weight.main_grad = torch.full(weight.shape, value, device=weight.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_accumulation_fusion(device, dtype, nan_filled):
+    """Added into main_grad in fp32, untouched for an empty expert; a placeholder is returned."""
+    case = Case(40, 64, 32, 4, 2, "main_grad")
+    ids, probs = routing(case, device)
+    tensors = operands(case, device, dtype)
+    plain = check(case, device, torch.float32 if dtype is torch.float32 else dtype)
+    main_grads(tensors, 0.5)
+    args = [tensors[n] for n in ("x", "fc1_weight", "fc2_weight")]
+    for _ in range(2):
+        moeblaze_experts(
+            *args, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
+        ).backward(tensors["grad_output"])
+    for name in ("fc1_weight", "fc2_weight"):
+        weight = tensors[name]
+        grad = (weight.main_grad - 0.5) / 2
+        want = plain[f"grad_{name}"].float()
+        rounding = torch.finfo(dtype).eps
+        assert (grad - want).norm() <= rounding * want.norm()
+        assert (weight.main_grad[-1] == 0.5).all(), "the last expert has no tokens"
+        assert weight.grad_added_to_main_grad and weight.grad is not None
+
+
+def test_nan_stays_visible(device):
+    case = Case(30, 32, 32, 4, 2, "nan")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    probs[3, 0] = float("nan")
+    t["x"][5, 7] = float("nan")
+    args = (t["x"], t["fc1_weight"], t["fc2_weight"])
+    out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs)
+    rows = out.isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [3, 5]
+    relu = (t["x"], t["fc1_weight"][:, :32].contiguous(), t["fc2_weight"])
+    out = moeblaze_experts(*relu, topk_indices=ids, topk_probs=probs, activation="squared_relu")
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [3, 5]
+
+
+def test_second_backward_is_refused(device):
+    case = Case(30, 32, 32, 4, 2, "twice")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    x = t["x"].requires_grad_()
+    out = moeblaze_experts(x, t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs)
+    out.backward(t["grad_output"], retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward through one graph"):
+        out.backward(t["grad_output"])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_and_non_contiguous_weights(device, use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    case = Case(30, 32, 32, 4, 2, "recompute")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    t["fc1_weight"] = t["fc1_weight"].mT.contiguous().mT
+
+    def layer(x, w1, w2, p):
+        def inner(x, w1, w2, p):
+            return moeblaze_experts(x, w1, w2, topk_indices=ids, topk_probs=p)
+
+        return checkpoint(inner, x, w1, w2, p, use_reentrant=use_reentrant)
+
+    got, want = run(layer, t, probs), check(case, device, torch.float32)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_autocast(device):
+    case = Case(30, 32, 32, 4, 2, "autocast")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    args = (t["x"], t["fc1_weight"], t["fc2_weight"])
+    with torch.autocast(device, torch.bfloat16):
+        out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs)
+    half = moeblaze_experts(*(a.bfloat16() for a in args), topk_indices=ids, topk_probs=probs)
+    assert out.dtype is torch.bfloat16 and torch.equal(out, half)
+
+
+def test_two_forwards_before_one_backward(device):
+    """A pipeline schedule runs forward of the next micro-batch first: state is in the graph."""
+    cases = [Case(T, 32, 32, 4, 2, "pipeline") for T in (30, 41)]
+    outs = []
+    for seed, case in enumerate(cases):
+        ids, probs = routing(case, device, seed)
+        t = operands(case, device, torch.float32, seed)
+        x = t["x"].requires_grad_()
+        args = (x, t["fc1_weight"], t["fc2_weight"])
+        outs.append((x, t, moeblaze_experts(*args, topk_indices=ids, topk_probs=probs)))
+    for seed, (x, t, out) in enumerate(outs):
+        out.backward(t["grad_output"])
+        ids, probs = routing(cases[seed], device, seed)
+        y = t["x"].detach().clone().requires_grad_()
+        args = (y, t["fc1_weight"], t["fc2_weight"])
+        moeblaze_experts(*args, topk_indices=ids, topk_probs=probs).backward(t["grad_output"])
+        assert torch.equal(x.grad, y.grad)
+
+
+BAD = {
+    "fc1_weight has shape": dict(fc1_weight=torch.zeros(4, 32, 32)),
+    "fc2_weight is torch.bfloat16": dict(fc2_weight=torch.zeros(4, 32, 32).bfloat16()),
+    "activation='relu6'": dict(activation="relu6"),
+    "x is torch.int32": dict(x=torch.zeros(8, 32, dtype=torch.int32)),
+    "topk_probs has shape": dict(topk_probs=torch.ones(8, 3)),
+    "topk_probs is torch.int64": dict(topk_probs=torch.ones(8, 2).long()),
+    "in one form": dict(probs=torch.ones(8, 4)),
+    "no main_grad": dict(gradient_accumulation_fusion=True),
+    "workspace_bytes=0": dict(workspace_bytes=0),
+    "integer tensor": dict(topk_indices=torch.zeros(8, 2)),
+    "wants x": dict(x=torch.zeros(2, 4, 32)),
+    "names experts \\[4, 0\\]": dict(topk_indices=torch.tensor([[4, 0]] * 8)),
+    "names an expert twice: \\[3, 3\\]": dict(topk_indices=torch.tensor([[3, 3]] * 8)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_named(message, device):
+    good = dict(
+        x=torch.zeros(8, 32),
+        fc1_weight=torch.zeros(4, 64, 32),
+        fc2_weight=torch.zeros(4, 32, 32),
+        topk_indices=torch.tensor([[0, 1]] * 8),
+        topk_probs=torch.ones(8, 2),
+        check=True,
+    )
+    arguments = {
+        name: value.to(device) if torch.is_tensor(value) else value
+        for name, value in {**good, **BAD[message]}.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        moeblaze_experts(**arguments)
+
+
+def test_all_reasons_at_once():
+    with pytest.raises(ValueError) as error:
+        moeblaze_experts(
+            torch.zeros(8, 32),
+            torch.zeros(4, 32, 32),
+            torch.zeros(4, 32, 32).bfloat16(),
+            topk_indices=torch.zeros(8, 2).int(),
+            topk_probs=torch.ones(7, 2),
+        )
+    for part in ("fc1_weight has shape", "fc2_weight is torch.bfloat16", "topk_probs has shape"):
+        assert part in str(error.value)
+
+
+def test_a_token_with_more_experts_than_topk_is_refused(device):
+    everything = torch.ones(3, 4, dtype=torch.bool, device=device)
+    with pytest.raises(ValueError, match="token with 4 experts, but topk=2"):
+        index_lists_from_routing_map(everything, 2, check=True)
+
+
+@pytest.mark.gpu
+def test_unchecked_ids_stay_in_bounds():
+    """Ids out of range route nowhere; an expert named twice counts twice."""
+    case = Case(300, 64, 64, 4, 2, "unchecked")
+    ids, probs = routing(case, "cuda")
+    t = operands(case, "cuda", torch.float32)
+    args = (t["x"], t["fc1_weight"], t["fc2_weight"])
+    wild = ids.clone()
+    wild[::3, 1] = 2**31 - 1
+    wild[1::3, 1] = -7
+    none = torch.where((wild >= 0) & (wild < 4), wild, -1)
+    got = moeblaze_experts(*args, topk_indices=wild, topk_probs=probs)
+    assert torch.equal(got, moeblaze_experts(*args, topk_indices=none, topk_probs=probs))
+    twice = ids.clone()
+    twice[:, 1] = twice[:, 0]
+    got = moeblaze_experts(*args, topk_indices=twice, topk_probs=probs)
+    once = moeblaze_experts(
+        *args, topk_indices=ids[:, :1].contiguous(), topk_probs=probs.sum(1, keepdim=True)
+    )
+    torch.testing.assert_close(got, once, rtol=1e-4, atol=1e-4)
+    everything = torch.ones(300, 4, dtype=torch.bool, device="cuda")
+    dense = torch.rand(300, 4, device="cuda")
+    first = moeblaze_experts(*args, probs=dense, routing_map=everything, topk=2)
+    everything[:, 2:] = False
+    assert torch.equal(first, moeblaze_experts(*args, probs=dense, routing_map=everything, topk=2))
+
+
+@pytest.mark.gpu
+def test_row_addresses_past_int32():
+    """300k rows x 7168: the last tokens are as right as in a small batch."""
+    case = Case(150_000, 7168, 128, 4, 2, "rows x H past 2^31", only=(0, 1, 2, 3))
+    ids, probs = routing(case, "cuda")
+    t = operands(Case(1000, 7168, 128, 4, 2, "tail"), "cuda", torch.bfloat16)
+    x = torch.randn(case.T, case.H, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    ids[:-1000:5] = -1  # slots without an expert, and fewer rows than the bound
+    tail = slice(case.T - 1000, case.T)
+    results = []
+    for part in (slice(0, case.T), tail):
+        a = x[part].detach().clone().requires_grad_()
+        p = probs[part].detach().clone().requires_grad_()
+        out = moeblaze_experts(
+            a, t["fc1_weight"], t["fc2_weight"], topk_indices=ids[part], topk_probs=p,
+            workspace_bytes=2**34,
+        )  # fmt: skip
+        out.backward(grad[part])
+        results.append((out[-1000:].detach(), a.grad[-1000:], p.grad[-1000:]))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_on_a_side_stream():
+    case = LARGE[0]
+    want = check(case, "cuda", torch.bfloat16)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got = check(case, "cuda", torch.bfloat16)
+    torch.cuda.synchronize()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.gpu
+def test_no_host_synchronisation():
+    case = LARGE[0]
+    ids, probs = routing(case, "cuda")
+    t = operands(case, "cuda", torch.bfloat16)
+    x, probs = t["x"].requires_grad_(), probs.requires_grad_()
+
+    def step():
+        lists = index_lists_from_topk(ids, case.E)
+        dense = torch.zeros(case.T, case.E, device="cuda")
+        out = moeblaze_experts(x, t["fc1_weight"], t["fc2_weight"], probs=dense, index_lists=lists)
+        out.backward(t["grad_output"])
+
+    step()  # compile
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_memory_stays_flat_under_uneven_routing():
+    case = Case(2000, 256, 128, 8, 2, "uneven")
+    t = operands(case, "cuda", torch.bfloat16)
+    x = t["x"].requires_grad_()
+    levels = []
+    for seed in range(200):
+        ids, probs = routing(case, "cuda", seed)
+        args = (x, t["fc1_weight"], t["fc2_weight"])
+        moeblaze_experts(*args, topk_indices=ids, topk_probs=probs).backward(t["grad_output"])
+        x.grad = None
+        levels.append(torch.cuda.max_memory_allocated())
+    assert levels[-1] == levels[20]
+
+
+@pytest.mark.gpu
+def test_torch_compile():
+    case = Case(300, 64, 64, 4, 2, "compiled")
+    ids, probs = routing(case, "cuda")
+    t = operands(case, "cuda", torch.float32)
+    args = (t["x"], t["fc1_weight"], t["fc2_weight"])
+
+    def layer(x, w1, w2):
+        return moeblaze_experts(x * 1.0, w1, w2, topk_indices=ids, topk_probs=probs) + 0.0
+
+    assert torch.equal(torch.compile(layer)(*args), layer(*args))
