@@ -12,6 +12,7 @@ __all__ = [
     "MoEBlazeExperts",
     "MoEBlazeTokenDispatcher",
     "check_config",
+    "experts_class",
     "install",
     "unsupported_reasons",
 ]

@@ -1,0 +1,130 @@
+"""One process for the tests that run Megatron on the CPU, and what they share.
+
+Megatron wants process groups and, without a GPU, the CPU mode, which changes torch for a whole
+process; the tests' own process runs Triton's interpreter. So a test of Megatron is decorated with
+`in_megatron`, and its body runs in a worker that has both and that all test files share.
+
+S sequence length, B batch, E experts, H hidden size, F ffn hidden size of one expert.
+"""
+
+import functools
+import importlib
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
+
+import torch
+
+E, H, F = 8, 32, 48
+
+
+@functools.cache
+def _pool() -> ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_start)
+    # The worker inherits the environment of the moment it is spawned in.
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}):
+        os.environ.pop("TRITON_INTERPRET", None)
+        pool.submit(os.getpid).result()
+    return pool
+
+
+def _start() -> None:
+    from moeblaze_megatron.mcore import install
+    from moeblaze_megatron.mcore.cpu_mode import install_cpu_mode
+
+    install_cpu_mode(training=True)
+    install()
+    from megatron.core import parallel_state
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+
+def _call(module: str, name: str, kwargs: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
+
+
+def in_megatron(test: Callable) -> Callable:
+    """Runs the body of a test in the worker; its arguments have to survive pickling."""
+
+    @functools.wraps(test)
+    def run(**kwargs: Any) -> None:
+        _pool().submit(_call, test.__module__, test.__name__, kwargs).result()
+
+    return run
+
+
+def config(dispatcher: str = "moeblaze", **fields: Any) -> Any:
+    """A TransformerConfig of small sizes: 8 experts, top 2, SwiGLU, fp32."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    defaults = {
+        "num_layers": 1,
+        "hidden_size": H,
+        "num_attention_heads": 4,
+        "num_moe_experts": E,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": F,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": dispatcher,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "use_cpu_initialization": True,
+    }
+    return TransformerConfig(**{**defaults, **fields})
+
+
+def seed(value: int = 1234) -> None:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(value)
+    model_parallel_cuda_manual_seed(value, force_reset_rng=True)
+
+
+def layer(dispatcher: str = "moeblaze", **fields: Any) -> torch.nn.Module:
+    """The MoE layer of Megatron's local GPT spec, from a fixed seed."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+
+    seed()
+    submodules = get_gpt_layer_local_submodules(num_experts=E)
+    moe = submodules.mlp(config=config(dispatcher, **fields))
+    moe.set_layer_number(1)
+    return moe
+
+
+def expert_tensors(experts: torch.nn.Module, attribute: str = "data") -> dict[str, torch.Tensor]:
+    """linear_fc1 [E, 2F, H] and linear_fc2 [E, H, F], or their `grad`, of any experts module."""
+    names = ("linear_fc1", "linear_fc2")
+    if not hasattr(experts, "local_experts"):
+        return {name: getattr(getattr(experts, name).weight, attribute) for name in names}
+    return {
+        name: torch.stack(
+            [getattr(getattr(mlp, name).weight, attribute) for mlp in experts.local_experts]
+        )
+        for name in names
+    }
+
+
+def forward_backward(
+    moe: torch.nn.Module, hidden_states: torch.Tensor, grad_output: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The layer's output and every gradient. hidden_states and grad_output are [S, B, H]."""
+    leaf = hidden_states.clone().requires_grad_()
+    output, bias = moe(leaf)
+    assert bias is None
+    torch.autograd.backward(output, grad_output)
+    results = {"output": output.detach(), "hidden_states": leaf.grad}
+    results["router"] = moe.router.weight.grad
+    for name, grad in expert_tensors(moe.experts, "grad").items():
+        results.update({f"{name}[{e}]": grad[e] for e in range(grad.shape[0])})
+    return results

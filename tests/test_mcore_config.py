@@ -1,0 +1,250 @@
+"""The table of refused settings, and what install() does to Megatron's parser and config."""
+
+import argparse
+
+import mcore_worker as m
+import pytest
+from mcore_worker import in_megatron
+
+from moeblaze_megatron.mcore import unsupported_reasons
+from moeblaze_megatron.mcore.config import ARGUMENTS, SETTINGS, unsupported_arguments
+
+REFUSED = {
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
+    "expert_gtp_weight_remat_size": 2,
+    "moe_extended_tp": True,
+    "add_bias_linear": True,
+    "moe_apply_probs_on_input": True,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "moe_mlp_glu_interleave_size": 32,
+    "activation_func_fp8_input_store": True,
+    "use_te_activation_func": True,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "use_kitchen": True,
+    "quant_recipe": "recipe",
+    "moe_router_padding_for_quantization": True,
+    "moe_router_padding_for_fp8": True,
+    "transformer_impl": "inference_optimized",
+    "use_transformer_engine_op_fuser": True,
+    "moe_single_grouped_weight": True,
+    "moe_single_grouped_bias": True,
+    "moe_use_legacy_grouped_gemm": True,
+    "batch_invariant_mode": True,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_pad_experts_for_cuda_graph_inference": True,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "moe_shared_expert_overlap": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "ep_overlap_early_attn_memory_release": True,
+    "delay_wgrad_compute": True,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "moe_paged_stash": True,
+}
+REFUSED_TOGETHER = {
+    "activation": {"activation_func": len},
+    "activation, gate": {"gated_linear_unit": False, "activation_func": "quick_gelu"},
+    "experts": {"num_moe_experts": 1025},
+    "topk": {"moe_router_topk": 33},
+    "workspace": {"moeblaze_workspace_mb": 0},
+    "whole-layer graph": {"cuda_graph_impl": "local", "cuda_graph_modules": []},
+    "full-iteration graph": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+    "router graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+    "offload": {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
+}
+ACCEPTED = {
+    "plain": {},
+    "moe_act recompute": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+        "moe_grouped_gemm": True,
+    },
+    "moe recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+    "attention graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+    "offload outside": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["mlp_norm"],
+    },
+    "uneven sequences": {"variable_seq_lengths": True},
+    "router of its own dtype": {"moe_router_dtype": "fp64"},
+    "shared expert": {"moe_shared_expert_intermediate_size": 32},
+}
+
+
+def test_every_row_has_a_refused_value():
+    assert sorted(REFUSED) == sorted(setting.field for setting in SETTINGS)
+
+
+@pytest.mark.parametrize("field", REFUSED)
+@in_megatron
+def test_refused_alone(field):
+    config = m.config()
+    setattr(config, field, REFUSED[field])
+    (reason,) = unsupported_reasons(config)
+    assert reason.startswith(f"{field}={REFUSED[field]!r}: ")
+
+
+@pytest.mark.parametrize("case", REFUSED_TOGETHER)
+@in_megatron
+def test_refused_combination(case):
+    config = m.config()
+    for field, value in REFUSED_TOGETHER[case].items():
+        setattr(config, field, value)
+    (reason,) = unsupported_reasons(config)
+    assert all(field in reason for field in REFUSED_TOGETHER[case] if "fine_grained" not in field)
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+@in_megatron
+def test_accepted(case):
+    fields = ACCEPTED[case]
+    try:
+        config = m.config(**fields)
+    except AssertionError:  # Megatron wants more of the machine for it than a test has
+        config = m.config()
+        for field, value in fields.items():
+            setattr(config, field, value)
+    assert unsupported_reasons(config) == []
+
+
+@in_megatron
+def test_every_activation_has_its_name():
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+
+    from moeblaze_megatron import ACTIVATIONS
+    from moeblaze_megatron.mcore.config import activation_name
+
+    cases = [(F.silu, True), (F.gelu, True), (F.silu, False), (F.gelu, False)]
+    cases.append((squared_relu, False))
+    names = [
+        activation_name(m.config(activation_func=func, gated_linear_unit=gate))
+        for func, gate in cases
+    ]
+    assert names == ["swiglu", "geglu", "silu", "gelu", "squared_relu"]
+    assert set(names) == set(ACTIVATIONS)
+
+
+@in_megatron
+def test_all_reasons_come_at_once():
+    with pytest.raises(ValueError) as error:
+        m.config(add_bias_linear=True, moe_apply_probs_on_input=True, glu_linear_offset=1.0)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "moeblaze does not support:"
+    assert [line.split("=")[0].strip() for line in lines[1:]] == [
+        "add_bias_linear",
+        "moe_apply_probs_on_input",
+        "glu_linear_offset",
+    ]
+    assert "--disable-bias-linear" in lines[1]
+
+
+@in_megatron
+def test_other_dispatchers_and_dense_models_are_not_checked():
+    m.config("alltoall", add_bias_linear=True)
+    m.config(num_moe_experts=None, moe_ffn_hidden_size=None, add_bias_linear=True)
+
+
+@in_megatron
+def test_layer_checks_a_config_changed_later():
+    from moeblaze_megatron.mcore.experts import MoEBlazeExperts
+
+    config = m.config()
+    config.add_bias_linear = True
+    with pytest.raises(ValueError, match="add_bias_linear=True"):
+        MoEBlazeExperts(m.E, config)
+
+
+def test_refused_arguments():
+    args = argparse.Namespace(use_megatron_fsdp=True, use_torch_fsdp2=True, moe_use_upcycling=True)
+    args.optimizer = "muon"
+    reasons = unsupported_arguments(args)
+    assert [reason.split("=")[0] for reason in reasons] == [row.field for row in ARGUMENTS]
+    assert unsupported_arguments(argparse.Namespace(optimizer="adam")) == []
+
+
+@in_megatron
+def test_install_again_changes_nothing():
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training import argument_utils, arguments
+
+    from moeblaze_megatron.mcore import install
+
+    def taught():
+        yield from (TransformerConfig.__post_init__, MoELayer.__init__)
+        yield arguments.add_megatron_arguments
+        yield from (x.core_transformer_config_from_args for x in (arguments, argument_utils))
+
+    before = list(taught())
+    install.cache_clear()
+    install()
+    assert list(taught()) == before
+    assert not any(hasattr(function.__wrapped__, "__wrapped__") for function in before)
+
+
+@in_megatron
+def test_untested_version_is_named():
+    import megatron.core.package_info as info
+
+    from moeblaze_megatron.mcore import install
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(info, "__version__", "0.99.1")
+        install.cache_clear()
+        with pytest.warns(UserWarning, match=r"megatron-core 0\.99\.1 .*0\.19"):
+            install()
+
+
+COMMAND_LINE = """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1
+    --max-position-embeddings 16 --num-experts 8 --swiglu --transformer-impl local
+    --eval-interval 1 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 63
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-masked-softmax-fusion --distributed-backend gloo --use-cpu-initialization
+    --moe-token-dispatcher-type
+"""
+
+
+def parse(line):
+    from megatron.training.arguments import parse_args, validate_args
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pretrain", *COMMAND_LINE.split(), *line.split()])
+        args = parse_args()
+    validate_args(args)
+    return args
+
+
+@in_megatron
+def test_command_line_reaches_the_config():
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = parse("moeblaze --disable-bias-linear --moeblaze-workspace-mb 64")
+    config = core_transformer_config_from_args(args)
+    assert config.moe_token_dispatcher_type == "moeblaze"
+    assert (config.moeblaze_workspace_mb, config.moeblaze_check_routing) == (64, False)
+
+
+@in_megatron
+def test_command_line_reports_config_and_arguments_together():
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = parse("moeblaze")
+    args.optimizer = "muon"
+    with pytest.raises(ValueError) as error:
+        core_transformer_config_from_args(args)
+    assert [line.split("=")[0].strip() for line in str(error.value).splitlines()[1:]] == [
+        "add_bias_linear",
+        "optimizer",
+    ]
+
+
+@pytest.mark.parametrize("line", ["moeblase", "moeblaze --moeblaze-workspace-mb 0"])
+@in_megatron
+def test_command_line_refuses(line):
+    with pytest.raises(SystemExit):
+        parse(line)
