@@ -47,7 +47,7 @@ def test_imports_without_megatron(plain_env):
 
 
 def test_operator_example_learns(plain_env):
-    command = [sys.executable, "examples/operator.py"]
+    command = [sys.executable, "examples/moe_operator.py"]
     result = subprocess.run(
         command, check=True, env=plain_env, cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
