@@ -1,4 +1,4 @@
-"""Megatron's MoE layer with moeblaze beside its own dispatchers: same weights, results, gradients."""
+"""Megatron's MoE layer with moeblaze beside its own dispatchers: weights, results, gradients."""
 
 from dataclasses import dataclass, field
 
@@ -216,7 +216,7 @@ def test_probs_keep_their_dtype(router):
     seen = []
 
     def look(module, arguments):
-        x, index_lists, probs = arguments
+        x, _, probs = arguments
         seen.append((x.dtype, probs.dtype))
         probs.register_hook(lambda grad: seen.append(grad.dtype))
 

@@ -1,0 +1,216 @@
+"""Checkpoints between moeblaze and Megatron's own experts, optimizer state included."""
+
+import mcore_worker as m
+import pytest
+import torch
+from mcore_worker import in_megatron
+
+LAYERS, VOCABULARY, S, B = 2, 64, 8, 2
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+class Trainer:
+    """A GPT of two MoE layers with Megatron's DDP and optimizer, on random tokens."""
+
+    def __init__(self, dispatcher, distributed=False, seed=1234, **fields):
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        config = m.config(
+            dispatcher,
+            num_layers=LAYERS,
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=1e-2,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            **fields,
+        )
+        m.seed(seed)
+        gpt = GPTModel(
+            config, get_gpt_layer_local_spec(num_experts=m.E), VOCABULARY, S, pre_process=True
+        )
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=distributed,
+            overlap_param_gather=distributed,
+        )
+        self.gpt = gpt
+        model = Float16Module(config, gpt) if config.bf16 else gpt
+        self.model = DistributedDataParallel(config, ddp, model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                clip_grad=1.0,
+                use_distributed_optimizer=distributed,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+            ),
+            [self.model],
+        )
+
+    def steps(self, first, last):
+        """Trains on batches first .. last - 1; the losses and gradient norms."""
+        return [self.step(batch) for batch in range(first, last)]
+
+    def step(self, batch):
+        generator = torch.Generator().manual_seed(batch)
+        tokens = torch.randint(VOCABULARY, (B, S + 1), generator=generator)
+        mask = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.model(
+            tokens[:, :-1], torch.arange(S).expand(B, S), mask, labels=tokens[:, 1:]
+        ).mean()
+        torch.autograd.backward(loss)
+        self.model.finish_grad_sync()
+        successful, grad_norm, _ = self.optimizer.step()
+        assert successful
+        return torch.tensor([loss.item(), grad_norm])
+
+    def sharded(self, is_loading):
+        metadata = dict(METADATA)
+        model = self.gpt.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, path):
+        from megatron.core import dist_checkpointing
+
+        path.mkdir()
+        dist_checkpointing.save(self.sharded(is_loading=False), path)
+
+    def load(self, path):
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(self.sharded(is_loading=True), path)
+        self.gpt.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def expert_tensors(self):
+        layers = self.gpt.decoder.layers
+        return [
+            tensor for layer in layers for tensor in m.expert_tensors(layer.mlp.experts).values()
+        ]
+
+
+def assert_trains_alike(runs, expected, dtype):
+    """Losses to 1e-4 and gradient norms to 1e-3 in fp32; a few roundings in bf16."""
+    bounds = torch.tensor([1e-4, 1e-3])
+    if dtype is torch.bfloat16:
+        bounds = torch.full_like(bounds, 4 * torch.finfo(dtype).eps)
+    assert ((runs - expected).abs() <= bounds * expected.abs()).all(), (runs, expected)
+
+
+PAIRS = [("alltoall", "moeblaze"), ("moeblaze", "alltoall"), ("moeblaze", "moeblaze")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+@in_megatron
+def test_training_continues_from_a_checkpoint(saver, loader, dtype, tmp_path):
+    """Weights, master weights and moments arrive, and the losses go on as without a stop."""
+    fields = {"params_dtype": dtype, "bf16": dtype is torch.bfloat16}
+    trainer = Trainer(saver, **fields)
+    trainer.steps(0, 3)
+    trainer.save(tmp_path / "checkpoint")
+    resumed = Trainer(loader, seed=99, **fields)
+    resumed.load(tmp_path / "checkpoint")
+    for ours, theirs in zip(resumed.expert_tensors(), trainer.expert_tensors(), strict=True):
+        assert torch.equal(ours, theirs)
+    goes_on = torch.stack(resumed.steps(3, 6))
+    expected = torch.stack(trainer.steps(3, 6))
+    if saver == loader:
+        assert torch.equal(goes_on, expected)
+    else:
+        assert_trains_alike(goes_on, expected, dtype)
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("singleton", [False, True], ids=["expert axis", "expert in key"])
+@in_megatron
+def test_same_keys_and_shapes(gate, singleton):
+    """Every shard of SequentialMLP, at the same place, and no other."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        apply_factories,
+    )
+
+    def shards(dispatcher):
+        moe = m.layer(dispatcher, gated_linear_unit=gate)
+        metadata = {"singleton_local_shards": singleton}
+        state = moe.sharded_state_dict("mlp.", ((0, 1, 3),), metadata)
+        apply_factories(state)
+        found = {}
+        for value in nested_values(state):
+            place = (value.key, tuple(value.global_offset), tuple(value.global_shape))
+            if isinstance(value, ShardedTensor):
+                found[place] = (value.replica_id, tuple(value.local_shape), value.data)
+            else:
+                assert isinstance(value, ShardedObject) and value.data is None
+                found[place] = (value.replica_id, None, None)
+        return found
+
+    ours, theirs = shards("moeblaze"), shards("alltoall")
+    assert ours.keys() == theirs.keys()
+    for place, (replica_id, shape, data) in theirs.items():
+        assert ours[place][:2] == (replica_id, shape), place
+        assert data is None or torch.equal(ours[place][2], data), place
+
+
+@in_megatron
+def test_distributed_optimizer_trains_and_saves(tmp_path):
+    """With both overlaps, as alltoall does; its state lands under the same keys."""
+    losses, keys = [], []
+    for dispatcher in ("alltoall", "moeblaze"):
+        from megatron.core import dist_checkpointing
+
+        trainer = Trainer(dispatcher, distributed=True)
+        losses.append(torch.stack(trainer.steps(0, 4)))
+        trainer.save(tmp_path / dispatcher)
+        tensors = dist_checkpointing.load_tensors_metadata(tmp_path / dispatcher)
+        keys.append({key: tuple(tensor.global_shape) for key, tensor in tensors.items()})
+    assert_trains_alike(*losses, torch.float32)
+    assert keys[0] == keys[1]
+    moment = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    assert keys[0][moment] == (LAYERS, m.E, 2 * m.F, m.H)
+
+
+LAYOUTS = {
+    "SequentialMLP": "local_experts.{}.{}.weight",
+    "TEGroupedMLP": "{1}.weight{0}",
+    "moeblaze": "{1}.weight",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@in_megatron
+def test_plain_state_dict_of_any_layout_loads(layout):
+    source, target = m.layer().experts, m.layer().experts
+    state = {"linear_fc1._extra_state": None, "local_experts.3.linear_fc2._extra_state": b""}
+    for name, weight in m.expert_tensors(source).items():
+        for e in range(m.E):
+            value = weight if layout == "moeblaze" else weight[e]
+            state[LAYOUTS[layout].format(e, name)] = value + 1
+    target.load_state_dict(state)
+    for name, weight in m.expert_tensors(target).items():
+        assert torch.equal(weight, m.expert_tensors(source)[name] + 1)
+
+
+@in_megatron
+def test_plain_state_dict_with_an_expert_missing_is_refused():
+    moe = m.layer()
+    state = {
+        f"experts.linear_fc1.weight{e}": weight
+        for e, weight in enumerate(m.expert_tensors(moe.experts)["linear_fc1"][1:])
+    }
+    with pytest.raises(RuntimeError, match=r"Missing.*experts\.linear_fc1\.weight"):
+        moe.load_state_dict(state)
