@@ -21,6 +21,13 @@ if not HAS_GPU:
     repair()
 
 
+def pytest_report_header() -> str:
+    import triton
+
+    where = torch.cuda.get_device_name() if HAS_GPU else "no GPU, kernels interpreted on the CPU"
+    return f"torch {torch.__version__}, triton {triton.__version__}, {where}"
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
