@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import re
 import runpy
 import sys
 
@@ -20,6 +21,9 @@ Runs a Megatron pretraining script, unmodified, after teaching Megatron-Core one
   --moe-token-dispatcher-type moeblaze
         Train mixture-of-experts layers from index lists: no permuted copy of the tokens, and only
         the layer's input and the output of the first linear are kept for the backward pass.
+
+  --moeblaze-workspace-mb MB    bound the buffer through which expert outputs are summed per token
+  --moeblaze-check-routing      for debugging: check on the device what only the device can see
 
 SCRIPT.py is the path of a script such as pretrain_gpt.py of a Megatron-LM checkout. Without it the
 package's own script runs, which needs no checkout: causal GPT pretraining on the installed
@@ -49,17 +53,8 @@ examples:
   python -m moeblaze_megatron.quickstart --help
 """
 
-# What a pretraining run imports, whether or not megatron-core declares it.
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "megatron.core",
-    "megatron.training",
-    "yaml",
-    "six",
-    "psutil",
-)
+# What a pretraining run imports beside torch and Triton; megatron-core declares none of it.
+PACKAGES = ("megatron.core", "megatron.training", "yaml", "six", "psutil")
 
 
 def main():
@@ -89,7 +84,7 @@ def main():
     patched = install_cpu_mode(training=True)
     install()
     repair_compile_helpers()
-    shorten_usage_errors()
+    repair_usage()
     report(versions())
     if patched:
         added = cpu_arguments(arguments)
@@ -167,8 +162,12 @@ def repair_compile_helpers():
         utils.compile_helpers = lambda: None
 
 
-def shorten_usage_errors():
-    """Answer a wrong flag with its name and the nearest known ones, not with all usage."""
+def repair_usage():
+    """Make Megatron's parser print its help, and name a wrong flag and its nearest known ones.
+
+    Help strings of 0.19 hold a bare %, on which argparse fails, and any error is answered with more
+    than a thousand lines of usage.
+    """
     from megatron.training import arguments
 
     add_megatron_arguments = arguments.add_megatron_arguments
@@ -176,13 +175,16 @@ def shorten_usage_errors():
     @functools.wraps(add_megatron_arguments)
     def add_arguments(parser):
         parser = add_megatron_arguments(parser)
+        for action in parser._actions:
+            if action.help:
+                action.help = re.sub(r"(%%|%\(\w+\)\w)|%", lambda m: m[1] or "%%", action.help)
 
         def error(message):
             known = list(parser._option_string_actions)
-            wrong = message.split("unrecognized arguments:")[-1].split()
+            wrong = message.partition("unrecognized arguments:")[2].split()
             for flag in (word.split("=")[0] for word in wrong if word.startswith("--")):
-                near = difflib.get_close_matches(flag, known)
-                message += f"\n{flag}: did you mean {' or '.join(near)}?" if near else ""
+                if near := difflib.get_close_matches(flag, known):
+                    message += f"\n{flag}: did you mean {' or '.join(near)}?"
             parser.exit(2, f"{parser.prog}: error: {message}\n")
 
         parser.error = error

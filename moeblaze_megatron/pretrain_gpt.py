@@ -115,7 +115,9 @@ def report_moe_layers(model):
     for dispatcher, experts in sorted(
         {(type(layer.token_dispatcher).__name__, type(layer.experts).__name__) for layer in layers}
     ):
-        print_rank_0(f"> MoE layers: {len(layers)} on rank 0, {dispatcher} and {experts}")
+        print_rank_0(
+            f"> MoE layers on rank 0: {len(layers)}, built with {dispatcher} and {experts}"
+        )
 
 
 def loss_func(loss_mask, losses):

@@ -1,0 +1,118 @@
+"""`python -m moeblaze_megatron`: what it says, refuses and passes on; the CPU mode's switch."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pretraining import TINY, launch, needs_megatron_on_cpu
+
+from moeblaze_megatron import __main__ as launcher
+from moeblaze_megatron.mcore import cpu_mode
+
+
+def test_help_without_megatron_or_gpu(plain_env):
+    code, output = launch("--help", env=plain_env)
+    assert code == 0
+    for word in ("--moe-token-dispatcher-type moeblaze", "torchrun", "--megatron-help", "CPU mode"):
+        assert word in output
+
+
+def test_missing_script_is_named(plain_env):
+    code, output = launch("no/such/pretrain_gpt.py", "--num-layers", 2, env=plain_env)
+    assert code == 1
+    assert "no pretraining script at 'no/such/pretrain_gpt.py'" in output
+    assert "Traceback" not in output
+
+
+def test_missing_packages_are_named_together(monkeypatch):
+    def find(name):
+        if name.startswith("megatron"):
+            raise ModuleNotFoundError(name)
+        return None if name == "yaml" else SimpleNamespace()
+
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", find)
+    with pytest.raises(SystemExit, match=r"megatron\.core, megatron\.training, yaml\. .*pip inst"):
+        launcher.check_packages()
+
+
+@needs_megatron_on_cpu
+def test_typos_are_named(plain_env):
+    code, output = launch(
+        *TINY, "--moe-token-dispacher-type", "moeblaze", "--top-k=3", "--zzz", env=plain_env
+    )
+    assert code == 2
+    assert "unrecognized arguments: --moe-token-dispacher-type moeblaze --top-k=3 --zzz" in output
+    assert "--moe-token-dispacher-type: did you mean --moe-token-dispatcher-type" in output
+    assert "usage:" not in output
+
+
+@needs_megatron_on_cpu
+def test_wrong_dispatcher_is_answered_with_the_choices(plain_env):
+    code, output = launch(*TINY, "--moe-token-dispatcher-type", "moeblase", env=plain_env)
+    assert code == 2
+    assert "invalid choice: 'moeblase'" in output and "moeblaze" in output.replace("'", "")
+
+
+@needs_megatron_on_cpu
+def test_megatron_help_lists_our_value(plain_env):
+    code, output = launch("--megatron-help", env=plain_env)
+    assert code == 0
+    assert "--moe-token-dispatcher-type {allgather,alltoall,flex,moeblaze}" in output
+
+
+@needs_megatron_on_cpu
+def test_script_runs_as_main_with_its_own_folder_and_flags(plain_env, tmp_path):
+    """And a `megatron` put together from two places is pointed out."""
+    (tmp_path / "sibling.py").write_text("VALUE = 'from beside the script'\n")
+    (tmp_path / "script.py").write_text(
+        "import json, sys, sibling\n"
+        "from megatron.core.transformer import TransformerConfig\n"
+        "field = TransformerConfig.__dataclass_fields__['moe_token_dispatcher_type']\n"
+        "print(json.dumps([__name__, sys.argv, sibling.VALUE, str(field.type)]))\n"
+    )
+    (tmp_path / "megatron").mkdir()
+    core = Path(find_spec("megatron.core").origin).parent
+    (tmp_path / "megatron" / "core").symlink_to(core)
+    script = tmp_path / "script.py"
+    code, output = launch(script, "--lr", "1", "--distributed-backend=gloo", env=plain_env)
+    assert code == 0, output
+    name, argv, sibling, values = json.loads(output.splitlines()[-1])
+    assert name == "__main__" and sibling == "from beside the script" and "moeblaze" in values
+    assert argv[:4] == [str(script), "--lr", "1", "--distributed-backend=gloo"]
+    assert "--use-cpu-initialization" in argv and "--distributed-backend" not in argv
+    for line in (
+        "moeblaze-megatron ",
+        f"megatron.core     0.19.2 in {tmp_path}",
+        f"megatron.training in {core.parent}",
+        f"torch {torch.__version__}, triton",
+        "WARNING: megatron.core and megatron.training come from different places",
+        "CPU mode: no GPU found",
+        "CPU mode adds: --transformer-impl local",
+    ):
+        assert output.count(line) == 1, (line, output)
+
+
+def test_cpu_arguments_keep_what_is_given():
+    given = ["--transformer-impl", "local", "--distributed-backend=gloo", "--no-rope-fusion"]
+    added = cpu_mode.cpu_arguments(given)
+    assert "--use-cpu-initialization" in added
+    assert not set(added) & {"--transformer-impl", "--distributed-backend", "--no-rope-fusion"}
+
+
+def test_cpu_arguments_refuse_what_a_cpu_cannot_do():
+    with pytest.raises(SystemExit) as refused:
+        cpu_mode.cpu_arguments(
+            ["--distributed-backend", "nccl", "--transformer-impl=transformer_engine"]
+        )
+    assert "--distributed-backend nccl (use gloo)" in str(refused.value)
+    assert "--transformer-impl transformer_engine (use local)" in str(refused.value)
+
+
+def test_cpu_mode_is_off_where_a_gpu_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = vars(torch.cuda).copy()
+    assert cpu_mode.install_cpu_mode(training=True) == []
+    assert vars(torch.cuda) == before

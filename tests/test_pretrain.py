@@ -1,0 +1,113 @@
+"""Pretraining in CPU mode with `moeblaze`, against Megatron's own dispatchers, and resumed."""
+
+import os
+import re
+
+import pytest
+from pretraining import TINY, launch, needs_megatron_on_cpu, train
+
+pytestmark = needs_megatron_on_cpu
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def largest_difference(ours, theirs, key):
+    """Largest relative difference of `key` over the iterations that both have."""
+    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
+    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "why"),
+    [
+        (1, "", "one process, all as simple as can be"),
+        (2, "--pipeline-model-parallel-size 2", "forward of the next batch before this backward"),
+        (
+            2,
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+            "--hidden-dropout 0.1 " + RECOMPUTE,
+            "parameters re-homed, gradients reduced by hooks, forward again inside backward",
+        ),
+    ],
+    ids=["plain", "pipeline", "distributed-optimizer-recompute-dropout"],
+)
+def test_trains_as_alltoall_does(plain_env, tmp_path, processes, flags, why):
+    runs = {}
+    for dispatcher in ("moeblaze", "alltoall"):
+        output, runs[dispatcher] = train(
+            tmp_path, dispatcher, *flags.split(), iters=20, env=plain_env, processes=processes
+        )
+        layers = re.findall(r"> MoE layers on rank 0: .*", output)
+        assert layers == [
+            f"> MoE layers on rank 0: {2 if '--pipeline' not in flags else 1}, built with "
+            + {
+                "moeblaze": "MoEBlazeTokenDispatcher and MoEBlazeExperts",
+                "alltoall": "MoEAlltoAllTokenDispatcher and SequentialMLP",
+            }[dispatcher]
+        ]
+    ours, theirs = runs["moeblaze"], runs["alltoall"]
+    assert len(ours) == 20 and ours[-1]["loss"] < ours[0]["loss"] - 1
+    assert largest_difference(ours, theirs, "loss") < 1e-4
+    assert largest_difference(ours, theirs, "grad_norm") < 1e-3
+
+
+@pytest.mark.slow
+def test_200_iterations_stay_as_close_as_megatrons_own_dispatchers(plain_env, tmp_path):
+    """Later differences are top-k flips, after sums in another order: allgather's are the yard."""
+    runs = {}
+    for dispatcher in ("moeblaze", "alltoall", "allgather"):
+        _, runs[dispatcher] = train(tmp_path, dispatcher, iters=200, env=plain_env)
+    ours, theirs, yard = runs["moeblaze"], runs["alltoall"], runs["allgather"]
+    for key, bound in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        early = largest_difference(ours[:50], theirs[:50], key)
+        whole = largest_difference(ours, theirs, key)
+        allgather = largest_difference(yard, theirs, key)
+        print(f"{key}: {early:.2e} over 50, {whole:.2e} over 200, allgather {allgather:.2e}")
+        assert early < bound
+        assert whole <= max(allgather, bound)
+
+
+def test_bf16_trains(plain_env, tmp_path):
+    _, rows = train(tmp_path, "moeblaze", "--bf16", iters=20, env=plain_env)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+
+
+def test_expert_parallel_baseline_trains(plain_env, tmp_path):
+    """The baseline of an expert-parallel comparison has to run in CPU mode too."""
+    flags = ("--expert-model-parallel-size", 2)
+    _, rows = train(tmp_path, "alltoall", *flags, iters=5, env=plain_env, processes=2)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_resumed_run_repeats_the_uninterrupted_one(plain_env, tmp_path):
+    save = ("--save", tmp_path / "checkpoint", "--save-interval", 5)
+    load = ("--load", tmp_path / "checkpoint", "--ckpt-step", 5)
+    _, rows = train(tmp_path, "moeblaze", *save, iters=10, env=plain_env)
+    _, resumed = train(tmp_path, "moeblaze", *load, iters=10, env=plain_env)
+    assert resumed == rows[5:]
+
+
+def test_script_refuses_by_name_what_it_cannot_do(plain_env):
+    flags = ("--train-iters", 1, "--check-for-spiky-loss", "--per-dataset-sequences-path", "x.json")
+    code, output = launch(*TINY, *flags, env=plain_env)
+    assert code == 1
+    assert (
+        "ValueError: this pretraining script does not support: "
+        "--per-dataset-sequences-path, --check-for-spiky-loss" in output
+    )
+
+
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="needs MEGATRON_LM, a checkout of 0.19")
+def test_unmodified_checkout_trains(plain_env):
+    checkout = os.environ["MEGATRON_LM"]
+    code, output = launch(
+        f"{checkout}/pretrain_gpt.py",
+        *TINY,
+        *("--moe-token-dispatcher-type", "moeblaze", "--train-iters", 10),
+        env=plain_env,
+        processes=1,
+    )
+    assert code == 0, output[-6000:]
+    assert f"in {checkout}/megatron/core" in output and f"in {checkout}/megatron/train" in output
+    losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", output)]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5

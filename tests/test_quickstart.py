@@ -1,0 +1,124 @@
+"""The quickstart: text in, a trained model and one screen of figures out."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from pretraining import needs_megatron_on_cpu
+
+from moeblaze_megatron import quickstart
+
+
+def run(*arguments, env):
+    """Run the quickstart as a user does; returns its output."""
+    result = subprocess.run(
+        [sys.executable, "-m", "moeblaze_megatron.quickstart", *map(str, arguments)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
+    return result.stdout
+
+
+def losses(output):
+    found = re.search(r"lm loss +(\S+) at the start, (\S+) at the end, (\S+) on text", output)
+    return tuple(float(loss) for loss in found.groups())
+
+
+@needs_megatron_on_cpu
+def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
+    env = plain_env | {"CUDA_VISIBLE_DEVICES": ""}
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.mkdir()
+    (text / "b.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
+    (text / "a.bin").write_bytes(bytes(100_000))
+    output = run("--text", text, "--out", out, "--iters", 30, env=env)
+    assert f"132,000 bytes in 1 texts from {text}, {text}/b.txt" in output
+    start, end, valid = losses(output)
+    assert start > 5 and end < 2.5 and valid < 2.5
+    assert "2, built with MoEBlazeTokenDispatcher and MoEBlazeExperts" in output
+    assert f"{out}/checkpoint/iter_0000030" in output
+    assert (out / "checkpoint" / "iter_0000030" / "metadata.json").is_file()
+    saved = {
+        name: int(size.replace(",", ""))
+        for name, size in re.findall(r"^  (moeblaze|alltoall) +(\S+) ", output, re.MULTILINE)
+    }
+    assert saved["moeblaze"] < saved["alltoall"] / 2
+
+    output = run("--out", out, "--iters", 5, "--resume", "--dispatcher", "alltoall", env=env)
+    assert "iterations 31 to 35" in output
+    assert "2, built with MoEAlltoAllTokenDispatcher and SequentialMLP" in output
+    assert losses(output)[0] < 2.5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+def test_trains_on_the_gpu(plain_env, tmp_path):
+    output = run("--out", tmp_path / "out", "--iters", 60, env=plain_env)
+    start, end, valid = losses(output)
+    assert "in bf16" in output and start > 5 and end < 2.8 and valid < 2.8
+    assert "8, built with MoEBlazeTokenDispatcher and MoEBlazeExperts" in output
+
+
+def test_default_text_is_the_same_every_time():
+    texts, described = quickstart.collect_text(None)
+    again, _ = quickstart.collect_text(None)
+    assert texts == again and sum(map(len, texts)) > 1 << 20
+    assert "Python's documentation and standard library" in described
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no text in .*every file is empty or binary"),
+        (bytes(100_000), "no text in .*every file is empty or binary"),
+        (b"short", r"too little text in .*: 5 bytes, at least 65,536 needed"),
+    ],
+    ids=["empty", "binary", "short"],
+)
+def test_unusable_text_is_refused(tmp_path, content, message):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=message):
+        quickstart.collect_text([path])
+
+
+def test_missing_text_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"nowhere\.txt does not exist"):
+        quickstart.collect_text([tmp_path / "nowhere.txt"])
+
+
+def test_earlier_output_is_kept_unless_told(tmp_path):
+    (tmp_path / "train.log").write_text("earlier")
+    (tmp_path / "mine.txt").write_text("not the quickstart's")
+    with pytest.raises(SystemExit, match=r"is not empty; --resume .* --force .* --out"):
+        quickstart.prepare_output(tmp_path, resume=False, force=False)
+    with pytest.raises(SystemExit, match="--resume found no checkpoint"):
+        quickstart.prepare_output(tmp_path, resume=True, force=False)
+    assert (tmp_path / "train.log").read_text() == "earlier"
+    quickstart.prepare_output(tmp_path, resume=False, force=True)
+    assert (tmp_path / "train.log").read_text() == ""
+    assert (tmp_path / "mine.txt").read_text() == "not the quickstart's"
+
+
+def test_output_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit, match=f"{out}"):
+            quickstart.prepare_output(out, resume=False, force=False)
+
+
+def test_wrong_arguments_are_named(capsys):
+    for arguments, message in (
+        (["--iters", "0"], "--iters must be 1 or more, got 0"),
+        (["--resume", "--text", "x"], "leave --text out"),
+        (["--itres", "5"], "unrecognized arguments: --itres"),
+    ):
+        with pytest.raises(SystemExit):
+            quickstart.parse_arguments(arguments)
+        assert message in capsys.readouterr().err
