@@ -1,8 +1,9 @@
-"""One process for the tests that run Megatron on the CPU, and what they share.
+"""One process for the tests that run Megatron, and what they share.
 
 Megatron wants process groups and, without a GPU, the CPU mode, which changes torch for a whole
 process; the tests' own process runs Triton's interpreter. So a test of Megatron is decorated with
-`in_megatron`, and its body runs in a worker that has both and that all test files share.
+`in_megatron`, and its body runs in a worker that has both and that all test files share; with
+`in_megatron_on_gpu` in another worker that sees the GPU.
 
 S sequence length, B batch, E experts, H hidden size, F ffn hidden size of one expert.
 """
@@ -17,17 +18,18 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 E, H, F = 8, 32, 48
 
 
 @functools.cache
-def _pool() -> ProcessPoolExecutor:
+def _pool(gpu: bool) -> ProcessPoolExecutor:
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_start)
     # The worker inherits the environment of the moment it is spawned in.
-    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}):
+    with mock.patch.dict(os.environ, {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}):
         os.environ.pop("TRITON_INTERPRET", None)
         pool.submit(os.getpid).result()
     return pool
@@ -43,9 +45,9 @@ def _start() -> None:
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, init_method=address, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 
 
@@ -53,14 +55,19 @@ def _call(module: str, name: str, kwargs: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
 
 
-def in_megatron(test: Callable) -> Callable:
+def in_megatron(test: Callable, gpu: bool = False) -> Callable:
     """Runs the body of a test in the worker; its arguments have to survive pickling."""
 
     @functools.wraps(test)
     def run(**kwargs: Any) -> None:
-        _pool().submit(_call, test.__module__, test.__name__, kwargs).result()
+        _pool(gpu).submit(_call, test.__module__, test.__name__, kwargs).result()
 
     return run
+
+
+def in_megatron_on_gpu(test: Callable) -> Callable:
+    """The same with the GPU in sight; the test is skipped without one."""
+    return pytest.mark.gpu(in_megatron(test, gpu=True))
 
 
 def config(dispatcher: str = "moeblaze", **fields: Any) -> Any:

@@ -1,12 +1,15 @@
 """Megatron's MoE layer with moeblaze beside its own dispatchers: weights, results, gradients."""
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mcore_worker as m
 import pytest
 import torch
 import torch.nn.functional as F
-from mcore_worker import in_megatron
+from mcore_worker import in_megatron, in_megatron_on_gpu
 
 S, B = 7, 3
 
@@ -60,13 +63,31 @@ CASES = [
 ]
 
 
-def inputs(seed=0):
+def inputs(seed=0, device="cpu", dtype=torch.float32):
+    """hidden_states and grad_output [S, B, H]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, S, B, m.H, generator=generator).unbind()
+    return torch.randn(2, S, B, m.H, generator=generator).to(device, dtype).unbind()
 
 
 def closeness(value, reference):
     return (value.double() - reference.double()).norm().item()
+
+
+def assert_same_weights(layer, stock):
+    expected = m.expert_tensors(stock.experts)
+    for name, weight in m.expert_tensors(layer.experts).items():
+        assert weight.dtype is expected[name].dtype
+        assert torch.equal(weight, expected[name]), f"{name} starts otherwise than Megatron's"
+
+
+def assert_as_close(ours, stock, reference, dtype):
+    """No further from the fp64 reference than twice what Megatron's own are, and half an ulp."""
+    for name, expected in reference.items():
+        assert ours[name].shape == expected.shape
+        off = closeness(ours[name], expected)
+        lost = max(closeness(results[name], expected) for results in stock)
+        half_ulp = expected.norm().item() * torch.finfo(dtype).eps / 2
+        assert off <= 2 * lost + half_ulp, f"{name}: off by {off}, Megatron by {lost}"
 
 
 def empty_experts(moe, experts):
@@ -85,13 +106,10 @@ def fields_of(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @in_megatron
 def test_layer_agrees_with_megatron(case):
-    """No further from fp64 than twice what Megatron's dispatchers are, and half an ulp."""
     fields = fields_of(case)
     hidden_states, grad_output = inputs()
     layers = {name: m.layer(name, **fields) for name in ("alltoall", "allgather", "moeblaze")}
-    stock = m.expert_tensors(layers["alltoall"].experts)
-    for name, weight in m.expert_tensors(layers["moeblaze"].experts).items():
-        assert torch.equal(weight, stock[name]), f"{name} starts otherwise than Megatron's"
+    assert_same_weights(layers["moeblaze"], layers["alltoall"])
     wide = {**fields, "moe_router_dtype": None, "bias_activation_fusion": False}
     reference = m.forward_backward(
         m.layer("alltoall", **wide).double(), hidden_states.double(), grad_output.double()
@@ -100,29 +118,22 @@ def test_layer_agrees_with_megatron(case):
         name: m.forward_backward(layer, hidden_states, grad_output)
         for name, layer in layers.items()
     }
-    for name, expected in reference.items():
-        lost = max(closeness(results[d][name], expected) for d in ("alltoall", "allgather"))
-        ours = closeness(results["moeblaze"][name], expected)
-        half_ulp = expected.norm().item() * torch.finfo(torch.float32).eps / 2
-        assert ours <= 2 * lost + half_ulp, f"{name}: off by {ours}, Megatron by {lost}"
-        assert results["moeblaze"][name].shape == results["alltoall"][name].shape
+    stock = [results["alltoall"], results["allgather"]]
+    assert_as_close(results["moeblaze"], stock, reference, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu init", "device init"])
 @in_megatron
 def test_weights_start_as_sequential_mlp(dtype, cpu):
-    """Cases of the A/B run: the generator is left in the same state too."""
-    after = []
+    """Bit-equal, and the random generator is left in the same state."""
+    layers, after = [], []
     for dispatcher in ("alltoall", "moeblaze"):
-        moe = m.layer(dispatcher, params_dtype=dtype, use_cpu_initialization=cpu)
-        after.append((m.expert_tensors(moe.experts), torch.rand(4)))
-    (stock, stock_rand), (ours, our_rand) = after
-    for name, weight in ours.items():
-        assert weight.dtype is dtype
-        assert torch.equal(weight, stock[name])
-        assert weight.float().std() > 0
-    assert torch.equal(our_rand, stock_rand)
+        layers.append(m.layer(dispatcher, params_dtype=dtype, use_cpu_initialization=cpu))
+        after.append(torch.rand(4))
+    assert_same_weights(layers[1], layers[0])
+    assert layers[1].experts.linear_fc1.weight.dtype is dtype
+    assert torch.equal(*after)
 
 
 @in_megatron
@@ -351,3 +362,88 @@ def test_workspace_reaches_the_operator():
         outputs = [moe(inputs()[0])[0] for moe in (whole, sliced)]
     assert seen == [None, 2**20]
     assert torch.equal(*outputs)
+
+
+TENSOR_PARALLEL = """
+import torch
+import mcore_worker as m
+from megatron.core import parallel_state
+from moeblaze_megatron.mcore import cpu_mode, install
+
+cpu_mode.install_cpu_mode()
+install()
+torch.distributed.init_process_group("gloo")
+parallel_state.initialize_model_parallel(
+    tensor_model_parallel_size=2, expert_tensor_parallel_size=1
+)
+fields = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+fields |= {"sequence_parallel": True, "moe_router_load_balancing_type": "aux_loss"}
+fields["moe_aux_loss_coeff"] = 0.5
+torch.manual_seed(torch.distributed.get_rank())
+batch = torch.randn(2, 6, 3, m.H).unbind()
+layers = [m.layer(dispatcher, **fields) for dispatcher in ("alltoall", "moeblaze")]
+stock, ours = (m.forward_backward(layer, *batch) for layer in layers)
+for name, expected in stock.items():
+    torch.testing.assert_close(ours[name], expected)
+assert layers[1].experts.linear_fc1.weight.allreduce is False
+assert layers[0].experts.local_experts[0].linear_fc1.weight.allreduce is False
+"""
+
+
+def test_tensor_parallel_attention_beside_whole_experts(tmp_path, plain_env):
+    """TP 2 with sequence parallelism and expert TP 1: each rank has its tokens, all experts."""
+    script = tmp_path / "tensor_parallel.py"
+    script.write_text(TENSOR_PARALLEL)
+    path = [str(Path(__file__).parent), *(entry for entry in sys.path if entry)]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [sys.executable, "-m", *torchrun, str(script)],
+        env={**plain_env, "PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@in_megatron_on_gpu
+def test_layer_agrees_with_megatron_on_the_gpu():
+    """Weights made on the GPU start equal, and bf16 loses no more than twice what Megatron's does.
+
+    Dispatch and experts run without a host synchronisation, and a second run gives the same bits.
+    """
+    fields = {"use_cpu_initialization": False, "params_dtype": torch.bfloat16, "bf16": True}
+    fields |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "aux_loss"}
+    fields["moe_aux_loss_coeff"] = 0.5
+    batch = inputs(device="cuda", dtype=torch.bfloat16)
+    layers = {name: m.layer(name, **fields) for name in ("alltoall", "allgather", "moeblaze")}
+    assert_same_weights(layers["moeblaze"], layers["alltoall"])
+    wide = m.layer("alltoall", **{**fields, "moe_router_dtype": None}).double()
+    reference = m.forward_backward(wide, *(tensor.double() for tensor in batch))
+    results = {name: m.forward_backward(layer, *batch) for name, layer in layers.items()}
+    stock = [results["alltoall"], results["allgather"]]
+    assert_as_close(results["moeblaze"], stock, reference, torch.bfloat16)
+
+    moe = layers["moeblaze"]
+    moe.zero_grad()
+    hidden_states = batch[0].clone().requires_grad_()
+    probs, routing_map = moe.route(hidden_states)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x, probs = moe.preprocess(hidden_states, probs, routing_map)
+        output, _ = moe.routed_experts_compute(*moe.dispatch(x, probs))
+        output = moe.postprocess(moe.combine(output), None)
+        torch.autograd.backward(output, batch[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, grad in m.expert_tensors(moe.experts, "grad").items():
+        assert all(torch.equal(grad[e], results["moeblaze"][f"{name}[{e}]"]) for e in range(m.E))
+
+
+@in_megatron_on_gpu
+def test_check_routing_on_the_gpu():
+    moe = m.layer(use_cpu_initialization=False)
+    moe.token_dispatcher.topk = 1
+    moe(inputs(device="cuda")[0])
+    moe.config.moeblaze_check_routing = True
+    with pytest.raises(ValueError, match="2 experts, but topk=1"):
+        moe(inputs(device="cuda")[0])

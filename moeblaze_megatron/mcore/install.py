@@ -105,7 +105,7 @@ def _with_flags_on_config(config_from_args: Callable) -> Callable:
         if reasons:
             raise UnsupportedSettings(reasons)
         for name in FLAGS:
-            setattr(config, name, getattr(args, name))
+            setattr(config, name, getattr(args, name, None))
         return config
 
     return wrapped
