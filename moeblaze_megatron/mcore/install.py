@@ -139,7 +139,7 @@ def _install_training() -> None:
     original = getattr(arguments, name)
     wrapped = _with_flags_on_config(original)
     for module in list(sys.modules.values()):
-        if getattr(module, name, None) is original:
+        if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, wrapped)
 
 
