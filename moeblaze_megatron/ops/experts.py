@@ -12,10 +12,9 @@ from torch.autograd.function import once_differentiable
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
+from moeblaze_megatron.ops.memory import GATHER_SLICES, layer_bytes, slice_columns
 from moeblaze_megatron.ops.tiles import interpreting
 
-WORKSPACE_BYTES = 128 * 2**20
-SLICE = 128  # columns of a workspace slice come in multiples of this
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -111,13 +110,10 @@ def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
         raise ValueError("topk_indices: " + "; ".join(reasons))
 
 
-def _slices(width: int, rows: torch.Tensor, workspace_bytes: int):
-    """Column ranges of [R, width] that each fit the workspace, and a buffer for each."""
-    R = rows.shape[0]
-    most = max(SLICE, workspace_bytes // (R * rows.element_size()) // SLICE * SLICE)
-    count = -(-width // most)
-    cols = width if count == 1 else -(-width // count // SLICE) * SLICE
-    buffer = rows.new_empty(R * cols)
+def _slices(x: torch.Tensor, R: int, cols: int):
+    """Column ranges of [R, H], `cols` at a time, and one reused buffer for each."""
+    width = x.shape[1]
+    buffer = x.new_empty(R * cols)
     for start in range(0, width, cols):
         size = min(cols, width - start)
         yield start, buffer[: R * size].view(R, size)
@@ -137,7 +133,9 @@ class _Experts(torch.autograd.Function):
         fc1_output, act = ops.fc1(x, fc1_weight, permuted_probs, lists, activation, needs_backward)
         # output[t] = sum_k (act W2^T)[token_index_map[t, k]]
         output = torch.empty_like(x)
-        for h, rows in _slices(x.shape[1], act, workspace_bytes):
+        sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
+        cols = _columns(x, lists, workspace_bytes or sizes.fc2_workspace)
+        for h, rows in _slices(x, lists.max_rows, cols):
             ops.rows_gemm(act, fc2_weight, lists, rows, h, gather=False, transposed=True)
             ops.combine(rows, lists, output, h)
 
@@ -173,27 +171,49 @@ class _Experts(torch.autograd.Function):
         )
         if needs_probs:
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
-        if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
-            grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
-            for h, rows in _slices(x.shape[1], act, ctx.workspace_bytes):
-                ops.gather(grad_output, lists, rows, h)
-                part = into[:, h : h + rows.shape[1]]
-                ops.wgrad(rows, act, lists, part, accumulate)
-        del grad_act, act
-        if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
-            grad_fc1, into, accumulate = _grad_buffer(ctx.weights[0], ctx.fusion)
-            for h, rows in _slices(x.shape[1], grad_fc1_output, ctx.workspace_bytes):
-                ops.gather(x, lists, rows, h)
-                part = into[:, :, h : h + rows.shape[1]]
-                ops.wgrad(grad_fc1_output, rows, lists, part, accumulate)
+        sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
         if needs_x:  # grad_x[t] = sum_k (grad_fc1_output W1)[token_index_map[t, k]]
             grad_x = torch.empty_like(x)
-            for h, rows in _slices(x.shape[1], grad_fc1_output, ctx.workspace_bytes):
+            cols = _columns(x, lists, ctx.workspace_bytes or sizes.dgrad_workspace)
+            for h, rows in _slices(x, lists.max_rows, cols):
                 ops.rows_gemm(
                     grad_fc1_output, fc1_weight, lists, rows, h, gather=False, transposed=False
                 )
                 ops.combine(rows, lists, grad_x, h)
+            del rows
+        cols = _columns(x, lists, ctx.workspace_bytes or sizes.wgrad_workspace)
+        if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
+            grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
+            for h, rows in _gathered(ops, grad_output, lists, cols):
+                part = into[:, h : h + rows.shape[1]]
+                gather = "a" if rows is grad_output else None
+                ops.wgrad(rows, act, lists, part, accumulate, gather)
+            del rows
+        del grad_act, act
+        if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
+            grad_fc1, into, accumulate = _grad_buffer(ctx.weights[0], ctx.fusion)
+            for h, rows in _gathered(ops, x, lists, cols):
+                part = into[:, :, h : h + rows.shape[1]]
+                gather = "b" if rows is x else None
+                ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, gather)
         return grad_x, grad_fc1, grad_fc2, grad_probs, None, None, None, None, None
+
+
+def _columns(x: torch.Tensor, lists: IndexLists, workspace_bytes: int) -> int:
+    return slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
+
+
+def _gathered(ops: ModuleType, x: torch.Tensor, lists: IndexLists, cols: int):
+    """Rows of x by token in column slices, or x itself where the kernel had better look them up.
+
+    A copy and plain loads are the faster way until the copy is cut into many narrow slices, each
+    of which reads the other operand again.
+    """
+    if -(-x.shape[1] // cols) > GATHER_SLICES:
+        yield 0, x
+        return
+    for h, rows in _slices(x, lists.max_rows, cols):
+        yield h, ops.gather(x, lists, rows, h)
 
 
 def _grad_buffer(weight: torch.Tensor, fusion: bool) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -293,7 +313,7 @@ def _check_arguments(
             f"gradient_accumulation_fusion=True needs rows of whole 16 bytes; H={H}, F={ffn} in "
             f"{x.dtype} are not"
         )
-    if workspace_bytes <= 0:
+    if workspace_bytes is not None and workspace_bytes <= 0:
         reasons.append(f"workspace_bytes={workspace_bytes} must be positive")
     if reasons:
         raise ValueError("moeblaze_experts: " + "; ".join(reasons))
@@ -313,7 +333,7 @@ def moeblaze_experts(
     index_lists: IndexLists | None = None,
     activation: str = "swiglu",
     gradient_accumulation_fusion: bool = False,
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int | None = None,
     check: bool = False,
 ) -> torch.Tensor:
     """Routed experts of an MoE layer without permuted token buffers (arXiv 2601.05296).
@@ -336,8 +356,9 @@ def moeblaze_experts(
         activation: one of `ACTIVATIONS`.
         gradient_accumulation_fusion: add the weight gradients into `weight.main_grad` and set
             `weight.grad_added_to_main_grad`, as Megatron's linears do.
-        workspace_bytes: bound on the [R, columns] buffer that fc2, its gradients and the combine
-            work through in column slices; at least 128 columns are taken.
+        workspace_bytes: bound on the [R, columns] buffer through which fc2, its gradients and the
+            combine work in column slices; at least 128 columns are taken. None fits it beneath the
+            layer's own peak (`ops.memory`).
         check: refuse expert ids out of range or named twice; waits for the device. Always done on
             the CPU. Unchecked, ids out of range route nowhere and a repeated expert counts twice.
     Returns:

@@ -35,11 +35,24 @@ def _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R: tl.const
 
 
 @triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b. fp32 sums a step on its own first, so that rounding errors do not pile up."""
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        DEPTH: tl.constexpr = a.shape[1]  # a bound above 0 keeps Triton from fusing the sum back
+        acc += tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=DEPTH)
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """[BLOCK_R, BLOCK_K] of the gathered rows from column k0 on, zeros past SIZE."""
     if SIZE % BLOCK_K == 0:
-        return tl.load(ptrs + k0)
-    return tl.load(ptrs + k0, mask=(k0 + depth)[None, :] < SIZE, other=0.0)
+        tile = tl.load(ptrs + k0)
+    else:
+        tile = tl.load(ptrs + k0, mask=(k0 + depth)[None, :] < SIZE, other=0.0)
+    return tile
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -81,10 +94,10 @@ def _fc1_kernel(
     for h0 in range(0, H, BLOCK_H):
         x = _load_gathered(x_ptrs, depth, h0, H, BLOCK_H)
         w = fc1_weight_desc.load([expert, 0, f0, h0]).reshape(BLOCK_F, BLOCK_H)
-        gate = tl.dot(x, w.T, gate, input_precision=PRECISION)
+        gate = _dot(x, w.T, gate, PRECISION)
         if GATED:
             w_up = fc1_weight_desc.load([expert, 1, f0, h0]).reshape(BLOCK_F, BLOCK_H)
-            up = tl.dot(x, w_up.T, up, input_precision=PRECISION)
+            up = _dot(x, w_up.T, up, PRECISION)
     f = f0 + tl.arange(0, BLOCK_F)
     inside = in_expert[:, None] & (f < F)[None, :]
     row = rows.to(tl.int64)[:, None]
@@ -198,7 +211,7 @@ def _rows_kernel(
             w = weight_desc.load([expert, n_start + n0, k0]).reshape(BLOCK_N, BLOCK_K).T
         else:
             w = weight_desc.load([expert, k0, n_start + n0]).reshape(BLOCK_K, BLOCK_N)
-        acc = tl.dot(a, w, acc, input_precision=PRECISION)
+        acc = _dot(a, w, acc, PRECISION)
     out = acc.to(out_ptr.dtype.element_ty)
     if tl.sum(in_expert.to(tl.int32)) == BLOCK_R:
         out_desc.store([row_start, n0], out)
@@ -298,15 +311,50 @@ def gather(x: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) 
 
 
 @triton.jit
+def _wgrad_operand(
+    ptr, desc, token_ptr, r0, in_expert, c0, WIDTH: tl.constexpr, GATHER: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R rows from r0 on, BLOCK_C columns from c0 on; in the TAIL, zeros past the expert.
+
+    The tail holds rows of the next expert, or rows never written, which may be NaN.
+    """
+    if GATHER:
+        rows = r0 + tl.arange(0, BLOCK_R)
+        c = c0 + tl.arange(0, BLOCK_C)
+        if TAIL:
+            token = tl.load(token_ptr + rows, mask=in_expert, other=0).to(tl.int64)
+            inside = in_expert[:, None] & (c < WIDTH)[None, :]
+            tile = tl.load(ptr + token[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
+        else:
+            token = tl.load(token_ptr + rows).to(tl.int64)
+            ptrs = ptr + token[:, None] * WIDTH + c[None, :]
+            if WIDTH % BLOCK_C == 0:
+                tile = tl.load(ptrs)
+            else:
+                tile = tl.load(ptrs, mask=(c < WIDTH)[None, :], other=0.0)
+    else:
+        tile = desc.load([r0, c0])
+        if TAIL:
+            tile = tl.where(in_expert[:, None], tile, 0.0).to(tile.dtype)
+    return tile
+
+
+@triton.jit
 def _wgrad_kernel(
-    a_desc,  # [R, M]
-    b_desc,  # [R, N]
+    a_ptr,  # [T, M] when GATHER_A, else unused
+    a_desc,  # [R, M] unless GATHER_A
+    b_ptr,  # [T, N] when GATHER_B, else unused
+    b_desc,  # [R, N] unless GATHER_B
     out_ptr,  # [E, M, N] by the strides below
+    expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
-    M,
-    N,
     out_stride_e,
     out_stride_m,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    GATHER_A: tl.constexpr,
+    GATHER_B: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -324,18 +372,21 @@ def _wgrad_kernel(
             return
     m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    index = expert_token_indices_ptr
     whole = start + (end - start) // BLOCK_R * BLOCK_R
     for r0 in range(start, whole, BLOCK_R):
-        a = a_desc.load([r0, m0])
-        b = b_desc.load([r0, n0])
-        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-    if whole < end:  # rows of the next expert, or never written: both operands must be cleared
-        in_expert = (whole + tl.arange(0, BLOCK_R) < end)[:, None]
-        a = a_desc.load([whole, m0])
-        b = b_desc.load([whole, n0])
-        a = tl.where(in_expert, a, 0.0).to(a.dtype)
-        b = tl.where(in_expert, b, 0.0).to(b.dtype)
-        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        a = _wgrad_operand(a_ptr, a_desc, index, r0, None, m0, M, GATHER_A, False, BLOCK_R, BLOCK_M)
+        b = _wgrad_operand(b_ptr, b_desc, index, r0, None, n0, N, GATHER_B, False, BLOCK_R, BLOCK_N)
+        acc = _dot(a.T, b, acc, PRECISION)
+    if whole < end:
+        own = whole + tl.arange(0, BLOCK_R) < end
+        a = _wgrad_operand(
+            a_ptr, a_desc, index, whole, own, m0, M, GATHER_A, True, BLOCK_R, BLOCK_M
+        )
+        b = _wgrad_operand(
+            b_ptr, b_desc, index, whole, own, n0, N, GATHER_B, True, BLOCK_R, BLOCK_N
+        )
+        acc = _dot(a.T, b, acc, PRECISION)
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]
     out_ptrs = out_ptr + expert.to(tl.int64) * out_stride_e
@@ -346,26 +397,43 @@ def _wgrad_kernel(
 
 
 def wgrad(
-    a: torch.Tensor, b: torch.Tensor, lists: IndexLists, out: torch.Tensor, accumulate: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    accumulate: bool,
+    gather: str | None = None,
 ) -> torch.Tensor:
     """Weight gradient of every expert, summed over its rows in fp32.
 
     Args:
-        a: [R, M]; b: [R, N].
+        a: [R, M]; b: [R, N]. The one that `gather` names ("a" or "b") is [T, M] or [T, N] instead,
+            and its rows are looked up by token inside the kernel.
         out: [E, M, N], contiguous in N. An expert without rows gets zeros; with `accumulate` the
             gradient is added and that expert's part is left as it is.
     """
     E, M, N = out.shape
-    tile = tile_for("wgrad", a.dtype).fit(rows=M, cols=N)
+    kernel = "wgrad_gather" if gather else "wgrad"
+    tile = tile_for(kernel, a.dtype).fit(rows=M, cols=N)
+    blocks = {"a": [tile.depth, tile.rows], "b": [tile.depth, tile.cols]}
+    a_desc, b_desc = (
+        None if gather == name else TensorDescriptor.from_tensor(operand, blocks[name])
+        for name, operand in (("a", a), ("b", b))
+    )
     _wgrad_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols), E)](
-        TensorDescriptor.from_tensor(a, [tile.depth, tile.rows]),
-        TensorDescriptor.from_tensor(b, [tile.depth, tile.cols]),
+        a,
+        a_desc,
+        b,
+        b_desc,
         out,
+        lists.expert_token_indices,
         lists.expert_token_offsets,
-        M,
-        N,
         out.stride(0),
         out.stride(1),
+        M,
+        N,
+        gather == "a",
+        gather == "b",
         accumulate,
         input_precision(),
         tile.rows,

@@ -208,10 +208,16 @@ def gather(x: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) 
 
 
 def wgrad(
-    a: torch.Tensor, b: torch.Tensor, lists: IndexLists, out: torch.Tensor, accumulate: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    accumulate: bool,
+    gather: str | None = None,
 ) -> torch.Tensor:
     """out[e] (+)= a[rows]^T b[rows]; zeros, or left as it is, for an expert without rows."""
     for e, rows in _experts(lists):
-        grad = a[rows].T @ b[rows]
+        token = lists.expert_token_indices[rows]
+        grad = a[token if gather == "a" else rows].T @ b[token if gather == "b" else rows]
         out[e] = out[e] + grad if accumulate else grad
     return out

@@ -45,22 +45,25 @@ HALF_TILES = {
     "fc1": Tile(BLOCK_R, 128, 64, num_warps=8, num_stages=4),
     "rows": Tile(BLOCK_R, 256, 64, num_warps=8, num_stages=3),
     "wgrad": Tile(128, 256, 32, num_warps=8, num_stages=4),
+    "wgrad_gather": Tile(128, 128, 64, num_warps=4, num_stages=4),
 }
 # fp32 runs on the plain cores unless torch allows tf32: small tiles that keep to the registers.
 FLOAT_TILES = {
-    "fc1": Tile(BLOCK_R, 64, 32, num_warps=8, num_stages=2),
-    "rows": Tile(BLOCK_R, 64, 32, num_warps=8, num_stages=2),
+    "fc1": Tile(BLOCK_R, 32, 16, num_warps=8, num_stages=2),
+    "rows": Tile(BLOCK_R, 64, 16, num_warps=8, num_stages=2),
     "wgrad": Tile(64, 64, 32, num_warps=8, num_stages=2),
+    "wgrad_gather": Tile(64, 64, 32, num_warps=8, num_stages=2),
 }
 INTERPRETER_TILES = {
     "fc1": Tile(BLOCK_R, 32, 32, num_warps=4, num_stages=1),
     "rows": Tile(BLOCK_R, 32, 32, num_warps=4, num_stages=1),
     "wgrad": Tile(32, 32, 16, num_warps=4, num_stages=1),
+    "wgrad_gather": Tile(32, 32, 16, num_warps=4, num_stages=1),
 }
 
 
 def tile_for(kernel: str, dtype: torch.dtype) -> Tile:
-    """The tile of `kernel` ("fc1", "rows" or "wgrad") for operands of `dtype`."""
+    """The tile of `kernel` ("fc1", "rows", "wgrad" or "wgrad_gather") for operands of `dtype`."""
     if interpreting():
         return INTERPRETER_TILES[kernel]
     return (FLOAT_TILES if dtype is torch.float32 else HALF_TILES)[kernel]
