@@ -82,7 +82,7 @@ def test_script_runs_as_main_with_its_own_folder_and_flags(plain_env, tmp_path):
     name, argv, sibling, values = json.loads(output.splitlines()[-1])
     assert name == "__main__" and sibling == "from beside the script" and "moeblaze" in values
     assert argv[:4] == [str(script), "--lr", "1", "--distributed-backend=gloo"]
-    assert "--use-cpu-initialization" in argv and "--distributed-backend" not in argv
+    assert "--no-rope-fusion" in argv and "--distributed-backend" not in argv
     for line in (
         "moeblaze-megatron ",
         f"megatron.core     0.19.2 in {tmp_path}",
@@ -98,7 +98,7 @@ def test_script_runs_as_main_with_its_own_folder_and_flags(plain_env, tmp_path):
 def test_cpu_arguments_keep_what_is_given():
     given = ["--transformer-impl", "local", "--distributed-backend=gloo", "--no-rope-fusion"]
     added = cpu_mode.cpu_arguments(given)
-    assert "--use-cpu-initialization" in added
+    assert "--no-persist-layer-norm" in added
     assert not set(added) & {"--transformer-impl", "--distributed-backend", "--no-rope-fusion"}
 
 

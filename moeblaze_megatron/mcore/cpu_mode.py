@@ -15,10 +15,9 @@ recompute, dropout, saving and resuming. Not possible: TP > 1 with MoE (needs th
 Transformer Engine or Apex), Transformer Engine itself.
 """
 
-import contextlib
+import logging
 import os
 import sys
-import time
 import types
 
 import torch
@@ -30,7 +29,6 @@ CPU = torch.device("cpu")
 CPU_ARGUMENTS = (
     ("--distributed-backend", "gloo"),
     ("--transformer-impl", "local"),
-    ("--use-cpu-initialization", None),
     ("--no-gradient-accumulation-fusion", None),
     ("--no-masked-softmax-fusion", None),
     ("--no-rope-fusion", None),
@@ -97,10 +95,6 @@ class _CudaToCpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.backward:
-            # torch leaves the mode while this handler runs, but recompute calls the model in here.
-            with self:
-                return torch.autograd.backward(*args, **kwargs)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if func is torch.Tensor.to:
@@ -112,13 +106,10 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream on which everything is already done."""
+    """A stream, or an event on one: everything before it is already done."""
 
     cuda_stream = 0
     device = CPU
-
-    def __init__(self, *args, **kwargs):
-        pass
 
     def wait_stream(self, stream):
         pass
@@ -129,32 +120,8 @@ class _Stream:
     def synchronize(self):
         pass
 
-    def record_event(self, event=None):
-        event = event or _Event()
-        event.record()
-        return event
-
-
-class _Event:
-    """An event that has happened by the time anyone can ask."""
-
-    def __init__(self, *args, **kwargs):
-        self.time = 0.0
-
-    def record(self, stream=None):
-        self.time = time.perf_counter()
-
-    def wait(self, stream=None):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.time - self.time)
+    def record_event(self):
+        return self
 
 
 def _patch_torch():
@@ -164,20 +131,14 @@ def _patch_torch():
     )
     _patch(cuda, "current_device", lambda: CPU)
     _patch(cuda, "device_count", lambda: 1)
-    # Read where --moe-grouped-gemm and --sequence-parallel are checked.
-    _patch(cuda, "get_device_capability", lambda device=None: (9, 0))
     _patch(cuda, "get_device_properties", lambda device=None: properties)
     _patch(cuda, "set_device", lambda device: None)
     _patch(cuda, "synchronize", lambda device=None: None)
     _patch(cuda, "Stream", _Stream)
-    _patch(cuda, "Event", _Event)
-    _patch(cuda, "stream", contextlib.nullcontext)
     _patch(cuda, "current_stream", lambda device=None: stream)
-    _patch(cuda, "default_stream", lambda device=None: stream)
     _patch(cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
     _patch(cuda, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state))
     _patch(cuda, "manual_seed", torch.default_generator.manual_seed)
-    _patch(torch.Tensor, "record_stream", lambda self, stream: None)
     _patch(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
     _patch(torch.nn.Module, "cuda", lambda self, device=None: self)
     _CudaToCpu().__enter__()
@@ -199,6 +160,8 @@ def _patch_megatron_core():
 
     _patch(random, "_get_cuda_rng_state", get_rng_state)
     _patch(random, "_set_cuda_rng_state", set_rng_state)
+    # Megatron warns that the two generators, here one, got mixed up.
+    logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state" not in r.getMessage())
     # The stock function leaves CPU tensors as they are, and all_to_all_single refuses those.
     _patch(token_dispatcher, "maybe_move_tensor_to_cpu", to_split_sizes)
 
