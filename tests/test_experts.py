@@ -9,7 +9,7 @@ from moeblaze_megatron import (
     index_lists_from_topk,
     moeblaze_experts,
 )
-from moeblaze_megatron.ops import experts, reference
+from moeblaze_megatron.ops import experts, hopper, reference
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -44,6 +44,26 @@ def test_small(case, dtype, device, nan_filled):
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_large(case, dtype, nan_filled):
     check(case, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_plain_kernels_on_any_gpu(case, dtype, nan_filled, monkeypatch):
+    """The kernels that other GPUs run, on Hopper too."""
+    monkeypatch.setattr(hopper, "fits", lambda tensor: False)
+    check(case, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace_bytes", [2**30, 1])
+def test_column_slices_at_size(workspace_bytes, nan_filled):
+    """In one piece, and in slices of 128 columns with dW gathered inside its kernel."""
+    case = Case(3000, 1024, 384, 6, 3, "sliced")
+    want = check(case, "cuda", torch.bfloat16)
+    got = check(case, "cuda", torch.bfloat16, workspace_bytes=workspace_bytes)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -163,18 +183,25 @@ def main_grads(tensors, value):
         weight.main_grad = torch.full(weight.shape, value, device=weight.device)
 
 
+@pytest.mark.parametrize("workspace_bytes", [2**30, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_accumulation_fusion(device, dtype, nan_filled):
+def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled):
     """Added into main_grad in fp32, untouched for an empty expert; a placeholder is returned."""
     case = Case(40, 64, 32, 4, 2, "main_grad")
+    if device == "cuda":
+        case = Case(3000, 1024, 384, 6, 3, "main_grad at size")
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
-    plain = check(case, device, torch.float32 if dtype is torch.float32 else dtype)
+    plain = check(case, device, dtype)
     main_grads(tensors, 0.5)
     args = [tensors[n] for n in ("x", "fc1_weight", "fc2_weight")]
     for _ in range(2):
         moeblaze_experts(
-            *args, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
+            *args,
+            topk_indices=ids,
+            topk_probs=probs,
+            gradient_accumulation_fusion=True,
+            workspace_bytes=workspace_bytes,
         ).backward(tensors["grad_output"])
     for name in ("fc1_weight", "fc2_weight"):
         weight = tensors[name]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moeblaze_megatron.ops import hopper
 from moeblaze_megatron.ops.activation import GATED, activate
 from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.tiles import input_precision, tile_for
@@ -136,6 +137,9 @@ def fc1(
     F = width // 2 if gated else width
     fc1_output = x.new_empty(lists.max_rows, width) if save else None
     act = x.new_empty(lists.max_rows, F)
+    if lists.num_tiles and hopper.fits_fc1(x, F):
+        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act)
+        return fc1_output, act
     tile = tile_for("fc1", x.dtype).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
     if lists.num_tiles:
@@ -238,6 +242,9 @@ def rows_gemm(
         out: [R, cols], written for the rows in use.
     """
     K, cols = a.shape[1], out.shape[1]
+    if lists.num_tiles and hopper.fits_rows(a):
+        hopper.rows_gemm(a, weight, lists, out, n_start, gather, transposed)
+        return out
     tile = tile_for("rows", a.dtype).fit(cols=cols, depth=K)
     block = [tile.cols, tile.depth] if transposed else [tile.depth, tile.cols]
     if lists.num_tiles:
@@ -413,6 +420,9 @@ def wgrad(
             gradient is added and that expert's part is left as it is.
     """
     E, M, N = out.shape
+    if hopper.fits_wgrad(a, out):
+        hopper.wgrad(a, b, lists, out, accumulate, gather)
+        return out
     kernel = "wgrad_gather" if gather else "wgrad"
     tile = tile_for(kernel, a.dtype).fit(rows=M, cols=N)
     blocks = {"a": [tile.depth, tile.rows], "b": [tile.depth, tile.cols]}
