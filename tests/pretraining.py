@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,21 @@ def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
     )
     assert code == 0, output[-6000:]
     return output, [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def example(script, *arguments, env):
+    """Run a shell script of examples/ on the CPU; returns its output."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    result = subprocess.run(
+        [Path(__file__).parents[1] / "examples" / script, *map(str, arguments)],
+        env=env | {"PATH": path, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
+    return result.stdout
 
 
 def main():

@@ -1,6 +1,7 @@
 """`python -m moeblaze_megatron`: what it says, refuses and passes on; the CPU mode's switch."""
 
 import json
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ def test_script_runs_as_main_with_its_own_folder_and_flags(plain_env, tmp_path):
     assert "--no-rope-fusion" in argv and "--distributed-backend" not in argv
     for line in (
         "moeblaze-megatron ",
-        f"megatron.core     0.19.2 in {tmp_path}",
+        f"megatron.core     {version('megatron-core')} in {tmp_path}",
         f"megatron.training in {core.parent}",
         f"torch {torch.__version__}, triton",
         "WARNING: megatron.core and megatron.training come from different places",

@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from pretraining import TINY, launch, needs_megatron_on_cpu, train
+from pretraining import TINY, example, launch, needs_megatron_on_cpu, train
 
 pytestmark = needs_megatron_on_cpu
 
@@ -52,19 +52,25 @@ def test_trains_as_alltoall_does(plain_env, tmp_path, processes, flags, why):
 
 
 @pytest.mark.slow
-def test_200_iterations_stay_as_close_as_megatrons_own_dispatchers(plain_env, tmp_path):
-    """Later differences are top-k flips, after sums in another order: allgather's are the yard."""
-    runs = {}
-    for dispatcher in ("moeblaze", "alltoall", "allgather"):
-        _, runs[dispatcher] = train(tmp_path, dispatcher, iters=200, env=plain_env)
-    ours, theirs, yard = runs["moeblaze"], runs["alltoall"], runs["allgather"]
-    for key, bound in (("loss", 1e-4), ("grad_norm", 1e-3)):
-        early = largest_difference(ours[:50], theirs[:50], key)
-        whole = largest_difference(ours, theirs, key)
-        allgather = largest_difference(yard, theirs, key)
-        print(f"{key}: {early:.2e} over 50, {whole:.2e} over 200, allgather {allgather:.2e}")
-        assert early < bound
-        assert whole <= max(allgather, bound)
+def test_50_iterations_agree_with_alltoall(plain_env, tmp_path):
+    _, ours = train(tmp_path, "moeblaze", iters=50, env=plain_env)
+    _, theirs = train(tmp_path, "alltoall", iters=50, env=plain_env)
+    assert largest_difference(ours, theirs, "loss") < 1e-4
+    assert largest_difference(ours, theirs, "grad_norm") < 1e-3
+
+
+@pytest.mark.slow
+def test_200_iterations_give_the_very_losses_of_alltoall(plain_env, tmp_path):
+    """Bit for bit, as Megatron's allgather does, once two roundings of Megatron's are out.
+
+    Its fused SwiGLU rounds unlike torch's, and clipping scales by a norm that adds one parameter of
+    all experts in another order than one of each. A last bit grows to a flipped top-k in the end.
+    """
+    flags = ("--no-bias-swiglu-fusion", "--clip-grad", 0)
+    _, ours = train(tmp_path, "moeblaze", *flags, iters=200, env=plain_env)
+    _, theirs = train(tmp_path, "alltoall", *flags, iters=200, env=plain_env)
+    assert [row["loss"] for row in ours] == [row["loss"] for row in theirs]
+    assert largest_difference(ours, theirs, "grad_norm") < 1e-4
 
 
 def test_bf16_trains(plain_env, tmp_path):
@@ -95,6 +101,10 @@ def test_script_refuses_by_name_what_it_cannot_do(plain_env):
         "ValueError: this pretraining script does not support: "
         "--per-dataset-sequences-path, --check-for-spiky-loss" in output
     )
+
+
+def test_cpu_example_trains(plain_env):
+    assert example("pretrain_cpu.sh", "--train-iters", 5, env=plain_env).count(" lm loss: ") == 5
 
 
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="needs MEGATRON_LM, a checkout of 0.19")

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from pretraining import needs_megatron_on_cpu
+from pretraining import example, needs_megatron_on_cpu
 
 from moeblaze_megatron import quickstart
 
@@ -54,6 +54,16 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
     assert "iterations 31 to 35" in output
     assert "2, built with MoEAlltoAllTokenDispatcher and SequentialMLP" in output
     assert losses(output)[0] < 2.5
+
+    # The GPU example reads that dataset; here with all its flags, but small.
+    small = """--num-layers 1 --hidden-size 64 --moe-ffn-hidden-size 32 --seq-length 64
+        --train-iters 5 --lr-warmup-iters 1 --global-batch-size 8 --log-interval 1"""
+    output = example(
+        "pretrain_one_gpu.sh",
+        *(out / "data" / "train", *small.split(), "--save", tmp_path / "example"),
+        env=env,
+    )
+    assert output.count(" lm loss: ") == 5
 
 
 @pytest.mark.gpu
