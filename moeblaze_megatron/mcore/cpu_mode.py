@@ -9,10 +9,11 @@ CPU can stand in for:
     rng      the tracker of "CUDA" generators saves and restores the CPU generator
     checks   "is there CUDA", `p.type() == "torch.cuda.FloatTensor"` and split sizes as numpy
 
-Seen to train with it (Megatron-Core 0.19, no Transformer Engine, no Apex): EP 1, 2 and 4, PP 2,
-data parallelism with overlapped reduction, the distributed optimizer, fp32 and bf16, full
-recompute, dropout, saving and resuming. Not possible: TP > 1 with MoE (needs the norms of
-Transformer Engine or Apex), Transformer Engine itself.
+Seen to train with it (Megatron-Core 0.19, no Transformer Engine, no Apex): EP 1, 2 and 4, PP 2
+with and without virtual stages, data parallelism with overlapped reduction, the distributed
+optimizer, fp32 and bf16, full and selective recompute, dropout, multi-token prediction, saving and
+resuming. Not possible: MoE with TP > 1 or context parallelism, and resuming a run of the distributed
+optimizer (Megatron wants Transformer Engine or Apex for all three); Transformer Engine itself.
 """
 
 import logging
