@@ -12,8 +12,8 @@ CPU can stand in for:
 Seen to train with it (Megatron-Core 0.19, no Transformer Engine, no Apex): EP 1, 2 and 4, PP 2
 with and without virtual stages, data parallelism with overlapped reduction, the distributed
 optimizer, fp32 and bf16, full and selective recompute, dropout, multi-token prediction, saving and
-resuming. Not possible: MoE with TP > 1 or context parallelism, and resuming a run of the distributed
-optimizer (Megatron wants Transformer Engine or Apex for all three); Transformer Engine itself.
+resuming. Not possible, since Megatron wants Transformer Engine or Apex for it: MoE with TP > 1,
+context parallelism, resuming a run of the distributed optimizer. Nor does Transformer Engine run.
 """
 
 import logging
