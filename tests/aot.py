@@ -109,7 +109,7 @@ def resources(kernel) -> Resources:
     )
 
 
-def step(dtype: torch.dtype, activation: str, fusion: bool) -> None:
+def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int | None) -> None:
     """Training and inference of the layer, from either form of the routing, on meta tensors."""
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -132,6 +132,7 @@ def step(dtype: torch.dtype, activation: str, fusion: bool) -> None:
             index_lists=lists,
             activation=activation,
             gradient_accumulation_fusion=fusion,
+            workspace_bytes=workspace_bytes,
         )
 
     output = forward()
@@ -144,18 +145,20 @@ def step(dtype: torch.dtype, activation: str, fusion: bool) -> None:
 
 
 def compile_step(arch: int, dtype: torch.dtype) -> list[Resources]:
-    """Every kernel of the package for `sm_<arch>`, with both ways to return dW.
+    """Every kernel that the operator launches on `sm_<arch>`.
 
-    All activations in bf16; one will do in the other dtypes.
+    With both ways to return a weight gradient, and a workspace in which gathered rows fit or not;
+    all activations in bf16, while one will do in the other dtypes.
     """
     activations = ACTIVATIONS if dtype is torch.bfloat16 else ACTIVATIONS[:1]
+    variants = itertools.product(activations, (False, True), (None, 2**40))
     with (
         compiling(arch) as compiled,
         patch.object(experts, "kernels_for", return_value=kernels),
         patch.object(torch, "is_autocast_enabled", return_value=False),  # fails for meta tensors
     ):
-        for activation, fusion in itertools.product(activations, (False, True)):
-            step(dtype, activation, fusion)
+        for variant in variants:
+            step(dtype, *variant)
     return [resources(kernel) for kernel in compiled]
 
 

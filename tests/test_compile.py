@@ -21,7 +21,7 @@ import aot, torch
 from dataclasses import replace
 from moeblaze_megatron.ops import tiles
 tiles.HALF_TILES["rows"] = replace(tiles.HALF_TILES["rows"], num_warps=4)
-rows = aot.compile_step(90, torch.bfloat16)
+rows = aot.compile_step(80, torch.float16)
 print(max(row.spilled for row in rows if row.kernel == "_rows_kernel"))
 """
 
@@ -50,7 +50,8 @@ def test_fits_the_gpu(compiled, arch, dtype):
 def test_every_kernel_is_compiled(compiled):
     sources = "\n".join(path.read_text() for path in TRITON_OPS.glob("*.py"))
     defined = set(re.findall(r"^def (_\w+_kernel)\(", sources, re.MULTILINE))
-    assert {row.kernel for row in compiled(90, "bfloat16")} == defined
+    launched = {row.kernel for arch in MAX_SHARED for row in compiled(arch, "bfloat16")}
+    assert launched == defined
 
 
 def test_no_spills_in_bf16_on_sm_90(compiled):
