@@ -23,6 +23,6 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
-    install_requires=["torch>=2.9", "triton>=3.5"],
+    install_requires=["torch>=2.10", "triton>=3.6"],
     extras_require={"megatron": MEGATRON, "test": TEST},
 )
