@@ -93,6 +93,18 @@ def test_workspace_slices_change_nothing(H, device, nan_filled):
         assert torch.equal(sliced[name], whole[name]), name
 
 
+def test_copied_rows_change_nothing(device, nan_filled, monkeypatch):
+    """From a large F on, rows are copied before fc1 and before the dgrad of fc2."""
+    case = Case(40, 64, 48, 4, 2, "copies", dropped=0.2)
+    if device == "cuda":
+        case = Case(3000, 512, 384, 6, 3, "copies at size", dropped=0.2)
+    want = check(case, device, torch.bfloat16)
+    monkeypatch.setattr(experts, "COPY_FFN", 0)
+    got = check(case, device, torch.bfloat16, workspace_bytes=2**30)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
 def test_repeats_bitwise(device):
     case = SMALL[0] if device == "cpu" else LARGE[0]
     first, second = (check(case, device, torch.bfloat16) for _ in range(2))
@@ -159,6 +171,21 @@ def test_saves_x_fc1_output_and_index_lists_only(device):
     held = [v for v in vars(lists).values() if v is not ids]
     per_pair = sum(v.nbytes for v in held if v.shape[0] >= case.T)
     assert per_pair <= 12 * R, "index lists: 4 bytes a row, 4 a pair, and the given ids"
+
+
+def test_inference_saves_nothing(device, monkeypatch):
+    case = Case(30, 32, 32, 4, 2, "inference")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    ops = experts.kernels_for(t["x"])
+    saves, fc1 = [], ops.fc1
+    monkeypatch.setattr(ops, "fc1", lambda *a, **k: (saves.append(a[5]), fc1(*a, **k))[1])
+    with torch.no_grad():
+        out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs)
+    with torch.enable_grad():
+        assert torch.equal(moeblaze_experts(*args, topk_indices=ids, topk_probs=probs), out)
+    assert saves == [False, True] and out.grad_fn is None
 
 
 def test_frozen_operands(device):

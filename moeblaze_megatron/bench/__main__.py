@@ -115,6 +115,7 @@ def check(name: str, layer, shape: Shape, inputs: Inputs, want: dict) -> float:
 
 def bench_layer(shape: Shape, arguments) -> dict:
     """Times, memory and errors of every system at one shape."""
+    torch.compiler.reset()  # a peer compiles its activation anew for each shape
     dtype = getattr(torch, arguments.dtype)
     sets = [inputs_for(shape, dtype, arguments.routing, seed) for seed in range(arguments.sets)]
     layers = {name: PEERS[name](shape) for name in arguments.peers}

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
-from moeblaze_megatron.ops.memory import GATHER_SLICES, layer_bytes, slice_columns
+from moeblaze_megatron.ops.memory import COPY_FFN, GATHER_SLICES, layer_bytes, slice_columns
 from moeblaze_megatron.ops.tiles import interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,36 +110,29 @@ def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
         raise ValueError("topk_indices: " + "; ".join(reasons))
 
 
-def _slices(x: torch.Tensor, R: int, cols: int):
-    """Column ranges of [R, H], `cols` at a time, and one reused buffer for each."""
-    width = x.shape[1]
-    buffer = x.new_empty(R * cols)
-    for start in range(0, width, cols):
-        size = min(cols, width - start)
-        yield start, buffer[: R * size].view(R, size)
-
-
 class _Experts(torch.autograd.Function):
     """output = combine(fc2(prob * f(fc1(gather(x))))); saves x, fc1_output and index lists."""
 
     @staticmethod
     def forward(
-        ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fusion, workspace_bytes
-    ):
+        ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fusion, workspace_bytes,
+        save,
+    ):  # fmt: skip
         ops = kernels_for(x)
-        needs_backward = any(ctx.needs_input_grad)
+        sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
+        workspace = workspace_bytes or sizes.forward_workspace
         permuted_probs = ops.permuted_probs(probs, lists, dense)
         # fc1_output = gather(x) W1^T, act = prob * f(fc1_output)
-        fc1_output, act = ops.fc1(x, fc1_weight, permuted_probs, lists, activation, needs_backward)
+        rows, gather = _rows_of(ops, x, lists, fc2_weight.shape[2], workspace)
+        fc1_output, act = ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather)
+        del rows
         # output[t] = sum_k (act W2^T)[token_index_map[t, k]]
         output = torch.empty_like(x)
-        sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
-        cols = _columns(x, lists, workspace_bytes or sizes.fc2_workspace)
-        for h, rows in _slices(x, lists.max_rows, cols):
+        for h, rows in _slices(x, lists, workspace):
             ops.rows_gemm(act, fc2_weight, lists, rows, h, gather=False, transposed=True)
             ops.combine(rows, lists, output, h)
 
-        if needs_backward:
+        if save:
             ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output)
             ctx.weights = (fc1_weight, fc2_weight)  # main_grad is an attribute of these objects
             ctx.lists, ctx.dense, ctx.activation = lists, dense, activation
@@ -156,14 +149,18 @@ class _Experts(torch.autograd.Function):
             )
         ctx.spent = True
         x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output = ctx.saved_tensors
-        lists, ops = ctx.lists, kernels_for(x)
+        lists, ops, given = ctx.lists, kernels_for(x), ctx.workspace_bytes
+        sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
         needs_x, needs_fc1, needs_fc2, needs_probs = ctx.needs_input_grad[:4]
         grad_output = grad_output.contiguous()
         grad_x = grad_fc1 = grad_fc2 = grad_probs = None
 
         # grad_act = gather(grad_output) W2
-        grad_act = fc1_output.new_empty(fc1_output.shape[0], fc2_weight.shape[2])
-        ops.rows_gemm(grad_output, fc2_weight, lists, grad_act, 0, gather=True, transposed=False)
+        ffn = fc2_weight.shape[2]
+        workspace = given or sizes.fc2_wgrad_workspace
+        rows, gather = _rows_of(ops, grad_output, lists, ffn, workspace)
+        grad_act = fc1_output.new_empty(lists.max_rows, ffn)
+        ops.rows_gemm(rows, fc2_weight, lists, grad_act, 0, gather, transposed=False)
         # grad_fc1_output = grad_act * prob * f'(fc1_output)
         # grad_prob = sum over F of grad_act * f(fc1_output)
         grad_fc1_output, act, grad_permuted_probs = ops.activation_backward(
@@ -171,48 +168,62 @@ class _Experts(torch.autograd.Function):
         )
         if needs_probs:
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
-        sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
+        if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
+            grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
+            slices = [(0, rows)] if not gather else _gathered(ops, grad_output, lists, workspace)
+            for h, rows in slices:
+                part = into[:, h : h + rows.shape[1]]
+                side = "a" if rows is grad_output else None
+                ops.wgrad(rows, act, lists, part, accumulate, side)
+        del rows, grad_act, act
         if needs_x:  # grad_x[t] = sum_k (grad_fc1_output W1)[token_index_map[t, k]]
             grad_x = torch.empty_like(x)
-            cols = _columns(x, lists, ctx.workspace_bytes or sizes.dgrad_workspace)
-            for h, rows in _slices(x, lists.max_rows, cols):
+            for h, rows in _slices(x, lists, given or sizes.dgrad_workspace):
                 ops.rows_gemm(
                     grad_fc1_output, fc1_weight, lists, rows, h, gather=False, transposed=False
                 )
                 ops.combine(rows, lists, grad_x, h)
             del rows
-        cols = _columns(x, lists, ctx.workspace_bytes or sizes.wgrad_workspace)
-        if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
-            grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
-            for h, rows in _gathered(ops, grad_output, lists, cols):
-                part = into[:, h : h + rows.shape[1]]
-                gather = "a" if rows is grad_output else None
-                ops.wgrad(rows, act, lists, part, accumulate, gather)
-            del rows
-        del grad_act, act
         if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
             grad_fc1, into, accumulate = _grad_buffer(ctx.weights[0], ctx.fusion)
-            for h, rows in _gathered(ops, x, lists, cols):
+            for h, rows in _gathered(ops, x, lists, given or sizes.fc1_wgrad_workspace):
                 part = into[:, :, h : h + rows.shape[1]]
-                gather = "b" if rows is x else None
-                ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, gather)
-        return grad_x, grad_fc1, grad_fc2, grad_probs, None, None, None, None, None
+                side = "b" if rows is x else None
+                ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
+        return grad_x, grad_fc1, grad_fc2, grad_probs, None, None, None, None, None, None
 
 
-def _columns(x: torch.Tensor, lists: IndexLists, workspace_bytes: int) -> int:
-    return slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
+def _slices(x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
+    """Column ranges of [R, H] that each fit the workspace, and one reused buffer for them."""
+    R, H = lists.max_rows, x.shape[1]
+    cols = slice_columns(H, R, x.element_size(), workspace_bytes)
+    buffer = x.new_empty(R * cols)
+    for start in range(0, H, cols):
+        size = min(cols, H - start)
+        yield start, buffer[: R * size].view(R, size)
 
 
-def _gathered(ops: ModuleType, x: torch.Tensor, lists: IndexLists, cols: int):
+def _rows_of(
+    ops: ModuleType, x: torch.Tensor, lists: IndexLists, ffn: int, workspace_bytes: int
+) -> tuple[torch.Tensor, bool]:
+    """x and True (look rows up), or a copy by row and False, where that is faster and it fits."""
+    copy = lists.max_rows * x.shape[1] * x.element_size()
+    if ffn < COPY_FFN or copy > workspace_bytes:
+        return x, True
+    return ops.gather(x, lists, x.new_empty(lists.max_rows, x.shape[1]), 0), False
+
+
+def _gathered(ops: ModuleType, x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
     """Rows of x by token in column slices, or x itself where the kernel had better look them up.
 
     A copy and plain loads are the faster way until the copy is cut into many narrow slices, each
     of which reads the other operand again.
     """
+    cols = slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
     if -(-x.shape[1] // cols) > GATHER_SLICES:
         yield 0, x
         return
-    for h, rows in _slices(x, lists.max_rows, cols):
+    for h, rows in _slices(x, lists, workspace_bytes):
         yield h, ops.gather(x, lists, rows, h)
 
 
@@ -385,15 +396,15 @@ def moeblaze_experts(
         x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
     H = x.shape[1]
     x, fc1_weight, fc2_weight = _aligned(x, fc1_weight, fc2_weight)
+    dense = topk_probs is None
+    differentiable = (x, fc1_weight, fc2_weight, probs if dense else topk_probs)
     output = _Experts.apply(
-        x.contiguous(),
-        fc1_weight.contiguous(),
-        fc2_weight.contiguous(),
-        topk_probs if topk_probs is not None else probs,
+        *(tensor.contiguous() for tensor in differentiable),
         lists,
-        topk_probs is None,
+        dense,
         activation,
         gradient_accumulation_fusion,
         workspace_bytes,
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable),
     )
     return output if output.shape[1] == H else output[:, :H]

@@ -58,7 +58,7 @@ def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _fc1_kernel(
-    x_ptr,  # [T, H]
+    x_ptr,  # [T, H] when GATHER, else [R, H]
     fc1_weight_desc,  # [E, 2, F, H] when GATED, else [E, 1, F, H]
     permuted_probs_ptr,  # [R]
     fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
@@ -73,6 +73,7 @@ def _fc1_kernel(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     SAVE: tl.constexpr,
+    GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -86,7 +87,10 @@ def _fc1_kernel(
         return
     row_start = tl.load(tile_row_start_ptr + tile)
     rows, in_expert = _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R)
-    token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0).to(tl.int64)
+    token = rows
+    if GATHER:
+        token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0)
+    token = tl.where(in_expert, token, 0).to(tl.int64)
     depth = tl.arange(0, BLOCK_H)
     x_ptrs = x_ptr + token[:, None] * H + depth[None, :]
     f0 = col * BLOCK_F
@@ -121,11 +125,12 @@ def fc1(
     lists: IndexLists,
     activation: str,
     save: bool,
+    gather: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """First linear of every expert with gather, activation and probability inside.
 
     Args:
-        x: [T, H].
+        x: [T, H] when `gather` (rows are looked up by token), else [R, H].
         fc1_weight: [E, 2F, H] (gate half first) for a gated activation, else [E, F, H].
         permuted_probs: [R] fp32.
         save: whether backward will need fc1_output.
@@ -138,7 +143,7 @@ def fc1(
     fc1_output = x.new_empty(lists.max_rows, width) if save else None
     act = x.new_empty(lists.max_rows, F)
     if lists.num_tiles and hopper.fits_fc1(x, F):
-        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act)
+        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather)
         return fc1_output, act
     tile = tile_for("fc1", x.dtype).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
@@ -159,6 +164,7 @@ def fc1(
             activation,
             gated,
             save,
+            gather,
             input_precision(),
             tile.rows,
             tile.cols,
@@ -348,6 +354,15 @@ def _wgrad_operand(
 
 
 @triton.jit
+def _add_tile(out_ptr, value, m, n, M, N, stride_m):
+    """out += value, summed in fp32."""
+    ptrs = out_ptr + m.to(tl.int64)[:, None] * stride_m + n[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    value += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(ptrs, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _wgrad_kernel(
     a_ptr,  # [T, M] when GATHER_A, else unused
     a_desc,  # [R, M] unless GATHER_A
@@ -394,13 +409,19 @@ def _wgrad_kernel(
             b_ptr, b_desc, index, whole, own, n0, N, GATHER_B, True, BLOCK_R, BLOCK_N
         )
         acc = _dot(a.T, b, acc, PRECISION)
-    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    out_ptrs = out_ptr + expert.to(tl.int64) * out_stride_e
-    out_ptrs += m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
-    if ACCUMULATE:
-        acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    m = m0 + tl.arange(0, BLOCK_M)
+    expert_ptr = out_ptr + expert.to(tl.int64) * out_stride_e
+    if ACCUMULATE:  # in halves: addresses and what is there take registers too
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        n = n0 + tl.arange(0, HALF)
+        _add_tile(expert_ptr, left, m, n, M, N, out_stride_m)
+        _add_tile(expert_ptr, right, m, n + HALF, M, N, out_stride_m)
+    else:
+        n = n0 + tl.arange(0, BLOCK_N)
+        ptrs = expert_ptr + m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def wgrad(

@@ -89,7 +89,8 @@ def _tile_of(index, num_tiles, num_cols, GROUP: gl.constexpr):
 
 @gluon.jit
 def _ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers of the stages: `empty` and, after ARRIVALS arrivals, `ready`."""
+    """Barriers of the stages: `empty`, and `ready` after ARRIVALS: 1 for the bytes that TMA brings
+    and 128 for the threads that copy, where any do."""
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -106,10 +107,11 @@ def _await_empty(empty, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _await_ready(ready, step, STAGES: gl.constexpr):
+def _await_ready(ready, step, copied, STAGES: gl.constexpr):
     stage = step % STAGES
     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-    fence_async_shared()  # asynchronous copies write through the other proxy than wgmma reads
+    if copied:  # asynchronous copies write through another proxy than the one wgmma reads by
+        fence_async_shared()
     return stage
 
 
@@ -189,9 +191,34 @@ def _load(
 
 
 @gluon.jit
+def _write_half(
+    value, buffer, out_desc, out_ptr, row_start, row_end, n0, cols, NUM_WARPS: gl.constexpr
+):  # fmt: skip
+    """Half of a tile, by TMA; one that ends inside is written row by row."""
+    BLOCK_R: gl.constexpr = value.shape[0]
+    BLOCK_N: gl.constexpr = value.shape[1]
+    value = value.to(out_ptr.dtype.element_ty)
+    if row_start + BLOCK_R <= row_end:
+        tma.store_wait(1)  # the half before the last one has left this buffer
+        buffer.store(value)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row_start, n0], buffer)
+    else:
+        tma.store_wait(0)
+        buffer.store(value)
+        WIDE: gl.constexpr = BLOCK_N // 8
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [NUM_WARPS, 1], [1, 0])
+        r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
+        n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        ptrs = out_ptr + row_start.to(gl.int64) * cols + (r[:, None] * cols + n[None, :])
+        inside = (row_start + r < row_end)[:, None] & (n < cols)[None, :]
+        gl.store(ptrs, buffer.load(layout), mask=inside)
+
+
+@gluon.jit
 def _write_tile(
     value,
-    buffer,  # shared memory of the tile's shape
+    buffers,  # shared memory of two halves of the tile
     out_desc,  # [R, cols]
     out_ptr,  # [R, cols]
     row_start,
@@ -200,22 +227,14 @@ def _write_tile(
     cols,
     NUM_WARPS: gl.constexpr,
 ):
-    """A tile of rows, by TMA; one that ends inside is written row by row."""
+    """A tile of rows in two halves, so that one is filled while the other leaves."""
     BLOCK_R: gl.constexpr = value.shape[0]
-    BLOCK_N: gl.constexpr = value.shape[1]
-    tma.store_wait(0)  # the buffer's last tile has left
-    buffer.store(value.to(out_ptr.dtype.element_ty))
-    fence_async_shared()
-    if row_start + BLOCK_R <= row_end:
-        tma.async_copy_shared_to_global(out_desc, [row_start, n0], buffer)
-    else:
-        WIDE: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [NUM_WARPS, 1], [1, 0])
-        r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-        n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        ptrs = out_ptr + row_start.to(gl.int64) * cols + (r[:, None] * cols + n[None, :])
-        inside = (row_start + r < row_end)[:, None] & (n < cols)[None, :]
-        gl.store(ptrs, buffer.load(layout), mask=inside)
+    HALF: gl.constexpr = value.shape[1] // 2
+    left, right = gl.split(value.reshape((BLOCK_R, 2, HALF)).permute((0, 2, 1)))
+    _write_half(left, buffers.index(0), out_desc, out_ptr, row_start, row_end, n0, cols, NUM_WARPS)
+    _write_half(
+        right, buffers.index(1), out_desc, out_ptr, row_start, row_end, n0 + HALF, cols, NUM_WARPS
+    )
 
 
 @gluon.jit
@@ -243,7 +262,7 @@ def _multiply_fc1(
     act_desc,
     a_stages,
     weight_stages,
-    buffer,
+    buffers,
     empty,
     ready,
     expert_token_offsets_ptr,  # [E+1]
@@ -256,6 +275,7 @@ def _multiply_fc1(
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     SAVE: gl.constexpr,
+    GATHER: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
@@ -276,7 +296,7 @@ def _multiply_fc1(
             gate = gl.zeros((BLOCK_R, BLOCK_F), gl.float32, layout)
             up = gate
             for h0 in range(0, H, BLOCK_H):
-                stage = _await_ready(ready, step, STAGES)
+                stage = _await_ready(ready, step, GATHER, STAGES)
                 x = a_stages.index(stage)
                 if GATED:
                     w = weight_stages.index(2 * stage).permute((1, 0))
@@ -296,24 +316,25 @@ def _multiply_fc1(
             f0 = col * BLOCK_F
             if SAVE:
                 _write_tile(
-                    gate, buffer, fc1_output_desc, fc1_output_ptr, row_start, end, f0, WIDTH,
+                    gate, buffers, fc1_output_desc, fc1_output_ptr, row_start, end, f0, WIDTH,
                     NUM_WARPS,
                 )  # fmt: skip
                 if GATED:
                     _write_tile(
-                        up, buffer, fc1_output_desc, fc1_output_ptr, row_start, end, F + f0, WIDTH,
+                        up, buffers, fc1_output_desc, fc1_output_ptr, row_start, end, F + f0, WIDTH,
                         NUM_WARPS,
                     )  # fmt: skip
             rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
             prob = gl.load(permuted_probs_ptr + rows, mask=rows < end, other=0.0)
             act = _activate(gate, up, ACTIVATION) * prob[:, None]
-            _write_tile(act, buffer, act_desc, act_ptr, row_start, end, f0, F, NUM_WARPS)
+            _write_tile(act, buffers, act_desc, act_ptr, row_start, end, f0, F, NUM_WARPS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _fc1_hopper_kernel(
-    x_ptr,  # [T, H]
+    x_ptr,  # [T, H] when GATHER, else unused
+    x_desc,  # [R, H] unless GATHER
     fc1_weight_desc,  # [E * 2F, H] or [E * F, H]
     permuted_probs_ptr,  # [R]
     fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
@@ -330,6 +351,7 @@ def _fc1_hopper_kernel(
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     SAVE: gl.constexpr,
+    GATHER: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
@@ -346,8 +368,8 @@ def _fc1_hopper_kernel(
     weight_stages = gl.allocate_shared_memory(
         dtype, [PARTS * STAGES, BLOCK_F, BLOCK_H], fc1_weight_desc.layout
     )
-    buffer = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_F], act_desc.layout)
-    empty, ready = _ring(STAGES, 1 + 128)  # the expected bytes, and the threads that gather
+    buffers = gl.allocate_shared_memory(dtype, [2, BLOCK_R, BLOCK_F // 2], act_desc.layout)
+    empty, ready = _ring(STAGES, 1 + 128 if GATHER else 1)
     num_cols = F // BLOCK_F
     gl.warp_specialize(
         [
@@ -355,17 +377,17 @@ def _fc1_hopper_kernel(
                 _multiply_fc1,
                 (
                     permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
-                    x_stages, weight_stages, buffer, empty, ready, expert_token_offsets_ptr,
+                    x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
                     tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
-                    GATED, SAVE, BLOCK_R, BLOCK_F, BLOCK_H, GROUP, STAGES, NUM_WARPS,
+                    GATED, SAVE, GATHER, BLOCK_R, BLOCK_F, BLOCK_H, GROUP, STAGES, NUM_WARPS,
                 ),
             ),
             (
                 _load,
                 (
-                    x_ptr, None, fc1_weight_desc, x_stages, weight_stages, empty, ready,
+                    x_ptr, x_desc, fc1_weight_desc, x_stages, weight_stages, empty, ready,
                     expert_token_indices_ptr, expert_token_offsets_ptr, tile_expert_ptr,
-                    tile_row_start_ptr, num_tiles, num_cols, 0, PARTS * F, H, True, True, GATED,
+                    tile_row_start_ptr, num_tiles, num_cols, 0, PARTS * F, H, GATHER, True, GATED,
                     BLOCK_R, BLOCK_F, BLOCK_H, GROUP, STAGES,
                 ),
             ),
@@ -383,6 +405,7 @@ def fc1(
     activation: str,
     fc1_output: torch.Tensor | None,
     act: torch.Tensor,
+    gather: bool,
 ) -> None:
     """`gemm.fc1` into given buffers; fc1_output None is not saved."""
     E, width, H = fc1_weight.shape
@@ -391,12 +414,13 @@ def fc1(
     saved = act if fc1_output is None else fc1_output
     _fc1_hopper_kernel[(_programs(x.device),)](
         x,
+        None if gather else _descriptor(x, BLOCK_R, BLOCK_K),
         _descriptor(fc1_weight.view(E * width, H), BLOCK_F, BLOCK_K),
         permuted_probs,
         saved,
-        _descriptor(saved, BLOCK_R, BLOCK_F),
+        _descriptor(saved, BLOCK_R, BLOCK_F // 2),
         act,
-        _descriptor(act, BLOCK_R, BLOCK_F),
+        _descriptor(act, BLOCK_R, BLOCK_F // 2),
         lists.expert_token_indices,
         lists.expert_token_offsets,
         lists.tile_expert,
@@ -407,6 +431,7 @@ def fc1(
         activation,
         gated,
         fc1_output is not None,
+        gather,
         BLOCK_R,
         BLOCK_F,
         BLOCK_K,
@@ -424,7 +449,7 @@ def _multiply_rows(
     out_desc,
     a_stages,
     weight_stages,
-    buffer,
+    buffers,
     empty,
     ready,
     expert_token_offsets_ptr,  # [E+1]
@@ -434,6 +459,7 @@ def _multiply_rows(
     num_cols,
     cols,
     K: gl.constexpr,
+    GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -453,7 +479,7 @@ def _multiply_rows(
             end = gl.load(expert_token_offsets_ptr + expert + 1)
             acc = gl.zeros((BLOCK_R, BLOCK_N), gl.float32, layout)
             for k0 in range(0, K, BLOCK_K):
-                stage = _await_ready(ready, step, STAGES)
+                stage = _await_ready(ready, step, GATHER, STAGES)
                 w = weight_stages.index(stage)
                 if N_FIRST:
                     w = w.permute((1, 0))
@@ -464,7 +490,7 @@ def _multiply_rows(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             _release_previous(empty, step, True, STAGES)
             _write_tile(
-                acc, buffer, out_desc, out_ptr, row_start, end, col * BLOCK_N, cols, NUM_WARPS
+                acc, buffers, out_desc, out_ptr, row_start, end, col * BLOCK_N, cols, NUM_WARPS
             )
     tma.store_wait(0)
 
@@ -504,7 +530,7 @@ def _rows_hopper_kernel(
         [STAGES] + weight_desc.block_type.shape,  # noqa: RUF005 (Gluon has no starred lists)
         weight_desc.layout,
     )
-    buffer = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_N], out_desc.layout)
+    buffers = gl.allocate_shared_memory(dtype, [2, BLOCK_R, BLOCK_N // 2], out_desc.layout)
     empty, ready = _ring(STAGES, 1 + 128 if GATHER else 1)
     num_cols = gl.cdiv(cols, BLOCK_N)
     gl.warp_specialize(
@@ -512,9 +538,10 @@ def _rows_hopper_kernel(
             (
                 _multiply_rows,
                 (
-                    out_ptr, out_desc, a_stages, weight_stages, buffer, empty, ready,
+                    out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, cols, K, N_FIRST, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, NUM_WARPS,
+                    num_cols, cols, K, GATHER, N_FIRST, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
+                    NUM_WARPS,
                 ),
             ),
             (
@@ -549,7 +576,7 @@ def rows_gemm(
         None if gather else _descriptor(a, BLOCK_R, BLOCK_K),
         _descriptor(weight.view(E * weight_rows, weight_cols), *block),
         out,
-        _descriptor(out, BLOCK_R, BLOCK_N),
+        _descriptor(out, BLOCK_R, BLOCK_N // 2),
         lists.expert_token_indices,
         lists.expert_token_offsets,
         lists.tile_expert,
@@ -573,7 +600,7 @@ def rows_gemm(
 
 
 @gluon.jit
-def _copy_rows(stage, ptr, row, in_expert, c0, WIDTH, layout: gl.constexpr):
+def _copy_rows(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.constexpr):
     """One stage of a weight gradient by asynchronous copies; what is outside becomes zero."""
     c = c0 + gl.arange(0, stage.shape[1], gl.SliceLayout(0, layout))
     ptrs = ptr + row.to(gl.int64)[:, None] * WIDTH + c[None, :]
@@ -595,8 +622,8 @@ def _load_wgrad(
     expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
     E,
-    M,
-    N,
+    M: gl.constexpr,
+    N: gl.constexpr,
     GATHER_A: gl.constexpr,
     GATHER_B: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -696,10 +723,11 @@ def _multiply_wgrad(
     ready,
     expert_token_offsets_ptr,  # [E+1]
     E,
-    M,
-    N,
-    out_stride_e,
-    out_stride_m,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    out_stride_e: gl.constexpr,
+    out_stride_m: gl.constexpr,
+    GATHER: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -721,7 +749,7 @@ def _multiply_wgrad(
         end = gl.load(expert_token_offsets_ptr + expert + 1)
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for r0 in range(start, end, BLOCK_R):
-            stage = _await_ready(ready, step, STAGES)
+            stage = _await_ready(ready, step, GATHER or r0 + BLOCK_R > end, STAGES)
             a = a_stages.index(stage).permute((1, 0))
             acc = warpgroup_mma(a, b_stages.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -754,10 +782,10 @@ def _wgrad_hopper_kernel(
     expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
     E,
-    M,
-    N,
-    out_stride_e,
-    out_stride_m,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    out_stride_e: gl.constexpr,
+    out_stride_m: gl.constexpr,
     GATHER_A: gl.constexpr,
     GATHER_B: gl.constexpr,
     ACCUMULATE: gl.constexpr,
@@ -784,8 +812,8 @@ def _wgrad_hopper_kernel(
                 _multiply_wgrad,
                 (
                     out_ptr, a_stages, b_stages, buffer, empty, ready, expert_token_offsets_ptr, E,
-                    M, N, out_stride_e, out_stride_m, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, GROUP,
-                    STAGES, NUM_WARPS,
+                    M, N, out_stride_e, out_stride_m, GATHER_A or GATHER_B, ACCUMULATE, BLOCK_M,
+                    BLOCK_N, BLOCK_R, GROUP, STAGES, NUM_WARPS,
                 ),
             ),
             (

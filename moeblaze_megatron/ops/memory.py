@@ -10,6 +10,7 @@ import torch
 SLICE = 128  # columns of a workspace slice come in multiples of this
 MARGIN = 16  # a workspace may raise the peak by 1/MARGIN
 GATHER_SLICES = 4  # more slices than this, and a weight gradient gathers inside its kernel
+COPY_FFN = 4096  # from this F on, a copy of the rows costs less than looking them up in a kernel
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,22 @@ class LayerBytes:
         return self.peak // MARGIN
 
     @property
-    def fc2_workspace(self) -> int:
+    def forward_workspace(self) -> int:
         """Beside output, fc1_output and act."""
         return max(self._backward - self.act, self.margin)
 
     @property
-    def dgrad_workspace(self) -> int:
-        """Beside output, fc1_output, act and grad_x, before there is a weight gradient."""
-        return max(self._backward - self.act - self.output, self.margin)
+    def fc2_wgrad_workspace(self) -> int:
+        """Beside output, fc1_output, act and the gradient of fc2_weight."""
+        return max(self.fc1_weight + self.output - self.act, self.margin)
 
     @property
-    def wgrad_workspace(self) -> int:
+    def dgrad_workspace(self) -> int:
+        """Beside output, fc1_output, the gradient of fc2_weight and grad_x; act is freed."""
+        return max(self.act - self.output, self.fc1_weight, self.margin)
+
+    @property
+    def fc1_wgrad_workspace(self) -> int:
         """Beside everything at the peak."""
         return self.margin
 

@@ -41,11 +41,12 @@ class Tile:
 
 
 # fc1: two accumulators when gated. rows: a row tile times a weight. wgrad: rows are the depth.
+# Hopper GPUs run `hopper` instead; these keep to the registers and shared memory of any GPU.
 HALF_TILES = {
-    "fc1": Tile(BLOCK_R, 128, 64, num_warps=8, num_stages=4),
-    "rows": Tile(BLOCK_R, 256, 64, num_warps=8, num_stages=3),
-    "wgrad": Tile(128, 256, 32, num_warps=8, num_stages=4),
-    "wgrad_gather": Tile(128, 128, 64, num_warps=4, num_stages=4),
+    "fc1": Tile(BLOCK_R, 64, 32, num_warps=8, num_stages=3),
+    "rows": Tile(BLOCK_R, 128, 32, num_warps=8, num_stages=3),
+    "wgrad": Tile(128, 128, 32, num_warps=8, num_stages=3),
+    "wgrad_gather": Tile(128, 128, 32, num_warps=8, num_stages=3),
 }
 # fp32 runs on the plain cores unless torch allows tf32: small tiles that keep to the registers.
 FLOAT_TILES = {
