@@ -137,10 +137,12 @@ def versions():
     import triton
 
     core, training = (os.path.dirname(m.__file__) for m in (megatron.core, megatron.training))
+    # Megatron adds the commit of whatever repository holds its folder, of a wheel in .venv ours.
+    version = megatron.core.__version__.partition("+")[0]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     lines = [
         f"moeblaze-megatron {__version__} in {os.path.dirname(os.path.abspath(__file__))}",
-        f"megatron.core     {megatron.core.__version__} in {core}",
+        f"megatron.core     {version} in {core}",
         f"megatron.training in {training}",
         f"torch {torch.__version__}, triton {triton.__version__}, {device}",
     ]
