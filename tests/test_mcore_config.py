@@ -1,6 +1,7 @@
 """The table of refused settings, and what install() does to Megatron's parser and config."""
 
 import argparse
+from pathlib import Path
 
 import mcore_worker as m
 import pytest
@@ -76,6 +77,12 @@ ACCEPTED = {
 
 def test_every_row_has_a_refused_value():
     assert sorted(REFUSED) == sorted(setting.field for setting in SETTINGS)
+
+
+def test_documentation_lists_every_row():
+    documentation = (Path(__file__).parents[1] / "docs" / "megatron.md").read_text()
+    for field, _, do in (*SETTINGS, *ARGUMENTS):
+        assert f"\n| `{field}` | {do} |\n" in documentation
 
 
 @pytest.mark.parametrize("field", REFUSED)
