@@ -23,6 +23,7 @@ Runs a Megatron pretraining script, unmodified, after teaching Megatron-Core one
         the layer's input and the output of the first linear are kept for the backward pass.
 
   --moeblaze-workspace-mb MB    bound the buffer through which expert outputs are summed per token
+  --moeblaze-recompute-fc1      keep only the input and index lists; run the first GEMM twice
   --moeblaze-check-routing      for debugging: check on the device what only the device can see
 
 SCRIPT.py is the path of a script such as pretrain_gpt.py of a Megatron-LM checkout. Without it the
