@@ -396,6 +396,7 @@ def main(argv=None):
     print("bytes per token that one MoE layer keeps for its backward pass:")
     for name, (size, built) in saved.items():
         print(f"  {name:<10}{size:>10,.0f}  {built}")
+    torch.distributed.destroy_process_group()  # NCCL warns at exit without it
 
 
 if __name__ == "__main__":
