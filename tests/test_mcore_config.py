@@ -233,7 +233,12 @@ def test_command_line_reaches_the_config():
     args = parse("moeblaze --disable-bias-linear --moeblaze-workspace-mb 64")
     config = core_transformer_config_from_args(args)
     assert config.moe_token_dispatcher_type == "moeblaze"
-    assert (config.moeblaze_workspace_mb, config.moeblaze_check_routing) == (64, False)
+    assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is False
+    assert config.moeblaze_workspace_mb == 64
+    args = parse("moeblaze --disable-bias-linear --moeblaze-recompute-fc1 --moeblaze-check-routing")
+    config = core_transformer_config_from_args(args)
+    assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is True
+    assert config.moeblaze_workspace_mb is None
 
 
 @in_megatron
