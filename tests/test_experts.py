@@ -451,6 +451,31 @@ def test_on_a_side_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("F", [768, 4096])
+def test_repeats_bitwise_while_the_gpu_is_busy(F):
+    """A race shows rarely: 300 repeats, with other work between them to shift their timing."""
+    case = Case(8192, 1024, F, 32, 4, "repeats")
+    ids, probs = routing(case, "cuda")
+    t = operands(case, "cuda", torch.bfloat16)
+    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves.append(probs.requires_grad_())
+    other = torch.randn(1024, 1024, device="cuda")
+
+    def step():
+        out = moeblaze_experts(*leaves[:3], topk_indices=ids, topk_probs=probs)
+        return (out.detach(), *torch.autograd.grad(out, leaves, t["grad_output"]))
+
+    want = step()
+    differing = torch.zeros(len(want), dtype=torch.int64, device="cuda")
+    for i in range(300):
+        if i % 3:
+            other = torch.relu(other @ other.T * 1e-3) + i
+        for j, (a, b) in enumerate(zip(step(), want, strict=True)):
+            differing[j] += (a != b).any()
+    assert differing.tolist() == [0] * len(want)
+
+
+@pytest.mark.gpu
 def test_no_host_synchronisation():
     case = LARGE[0]
     ids, probs = routing(case, "cuda")
