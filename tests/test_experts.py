@@ -1,5 +1,8 @@
 """The operator: output and every gradient against plain torch, what it saves, what it refuses."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import LARGE, SMALL, Case, assert_as_close_as_torch, expected, operands, routing, run
@@ -538,6 +541,26 @@ def test_repeats_bitwise_while_the_gpu_is_busy(F):
         for j, (a, b) in enumerate(zip(step(), want, strict=True)):
             differing[j] += (a != b).any()
     assert differing.tolist() == [0] * len(want)
+
+
+@pytest.mark.gpu
+def test_backward_may_be_the_first_cuda_call_of_its_thread(plain_env):
+    """No CUDA context is current in autograd's thread then; memory is cached, so torch binds none."""
+    script = """
+import torch
+from moeblaze_megatron import moeblaze_experts
+x, w1, w2 = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+             for s in ((256, 128), (4, 256, 128), (4, 128, 128)))
+ids = torch.randint(4, (256, 1), device="cuda", dtype=torch.int32)
+probs, grad = torch.ones(256, 1, device="cuda"), torch.ones(256, 128, device="cuda").bfloat16()
+cached = [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+del cached
+moeblaze_experts(x, w1, w2, topk_indices=ids, topk_probs=probs).backward(grad)
+assert all(leaf.grad.isfinite().all() for leaf in (x, w1, w2))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=plain_env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.gpu
