@@ -545,7 +545,7 @@ def test_repeats_bitwise_while_the_gpu_is_busy(F):
 
 @pytest.mark.gpu
 def test_backward_may_be_the_first_cuda_call_of_its_thread(plain_env):
-    """No CUDA context is current in autograd's thread then; memory is cached, so torch binds none."""
+    """Its thread has no CUDA context then, and with cached memory torch binds none."""
     script = """
 import torch
 from moeblaze_megatron import moeblaze_experts
