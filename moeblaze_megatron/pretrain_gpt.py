@@ -9,6 +9,7 @@ prediction. What Megatron-LM's own pretrain_gpt.py can do beyond that is refused
 """
 
 import dataclasses
+import os
 from functools import lru_cache, partial
 
 import torch
@@ -51,12 +52,19 @@ UNSUPPORTED = {
 
 
 def check_supported(args):
-    """Raise ValueError naming every flag in `args` that this script cannot honour."""
+    """Raise ValueError naming every flag in `args` that this script cannot honour, or needs."""
     flags = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
     if flags:
         raise ValueError(
             f"this pretraining script does not support: {', '.join(flags)}; leave them out, or "
             "give the launcher the path of Megatron-LM's own pretrain_gpt.py"
+        )
+    if not args.mock_data and get_blend_and_blend_per_split(args) == (None, None):
+        raise ValueError("no data: give --data-path (or --train-data-path, ...) or --mock-data")
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            "torch.distributed is not set up: start with torchrun, for one process "
+            "`torchrun --nproc-per-node 1 -m moeblaze_megatron ...`"
         )
 
 
@@ -118,6 +126,8 @@ def report_moe_layers(model):
         print_rank_0(
             f"> MoE layers on rank 0: {len(layers)}, built with {dispatcher} and {experts}"
         )
+    if not layers:
+        print_rank_0("> MoE layers on rank 0: none")
 
 
 def loss_func(loss_mask, losses):

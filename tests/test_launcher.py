@@ -52,6 +52,25 @@ def test_typos_are_named(plain_env):
 
 
 @needs_megatron_on_cpu
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mock-data"], "start with torchrun"),
+        ([], "no data: give --data-path"),
+    ],
+)
+def test_what_a_run_lacks_is_named(plain_env, arguments, message):
+    tiny = [word for word in TINY if word != "--mock-data"]
+    code, output = launch(*tiny, *arguments, env=plain_env)
+    assert code == 1
+    assert message in output.splitlines()[-1]
+
+
+def test_cpu_mode_without_arguments():
+    assert cpu_mode.cpu_arguments([])[:2] == ["--distributed-backend", "gloo"]
+
+
+@needs_megatron_on_cpu
 def test_wrong_dispatcher_is_answered_with_the_choices(plain_env):
     code, output = launch(*TINY, "--moe-token-dispatcher-type", "moeblase", env=plain_env)
     assert code == 2

@@ -49,6 +49,7 @@ REFUSED_TOGETHER = {
     "activation, gate": {"gated_linear_unit": False, "activation_func": "quick_gelu"},
     "experts": {"num_moe_experts": 1025},
     "topk": {"moe_router_topk": 33},
+    "topk above experts": {"moe_router_topk": 32},
     "workspace": {"moeblaze_workspace_mb": 0},
     "whole-layer graph": {"cuda_graph_impl": "local", "cuda_graph_modules": []},
     "full-iteration graph": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},

@@ -227,9 +227,10 @@ def _table_reasons(settings: Any, table: tuple[Setting, ...]) -> Iterator[str]:
 
 
 def _size_reasons(config: Any) -> Iterator[str]:
+    experts = getattr(config, "num_moe_experts", None) or MAX_EXPERTS
     for field, low, high in (
         ("num_moe_experts", 1, MAX_EXPERTS),
-        ("moe_router_topk", 1, MAX_TOPK),
+        ("moe_router_topk", 1, min(MAX_TOPK, experts)),
         ("moeblaze_workspace_mb", 1, float("inf")),
     ):
         value = getattr(config, field, None)

@@ -62,7 +62,7 @@ def cpu_arguments(arguments):
 
     Exits where a flag is given with a value that a CPU cannot serve.
     """
-    given = dict(zip(arguments, [*arguments[1:], None], strict=True))
+    given = dict(zip(arguments, [*arguments[1:], None], strict=False))
     given |= dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     wrong = [
         f"{flag} {given[flag]} (use {value})"
