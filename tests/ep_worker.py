@@ -1,4 +1,4 @@
-"""One rank of the tests of expert parallelism: runs checks in turn, in a job of 2, 4 or 8 processes.
+"""One rank of the tests of expert parallelism: runs checks in turn, among 2, 4 or 8 processes.
 
     torchrun --nproc-per-node 4 tests/ep_worker.py RESULTS CHECK ...
 

@@ -145,6 +145,12 @@ def test_all_reasons_come_at_once():
 
 
 @in_megatron
+def test_experts_that_do_not_divide_by_ranks_are_refused_at_start_up():
+    with pytest.raises(ValueError, match="num_moe_experts=8, expert_model_parallel_size=3: each"):
+        m.config(expert_model_parallel_size=3)
+
+
+@in_megatron
 def test_other_dispatchers_and_dense_models_are_not_checked():
     m.config("alltoall", add_bias_linear=True)
     m.config(num_moe_experts=None, moe_ffn_hidden_size=None, add_bias_linear=True)
