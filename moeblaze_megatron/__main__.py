@@ -23,6 +23,7 @@ Runs a Megatron pretraining script, unmodified, after teaching Megatron-Core one
         the layer's input and the output of the first linear are kept for the backward pass.
 
   --moeblaze-workspace-mb MB    bound the buffer through which expert outputs are summed per token
+  --moeblaze-recompute-fc1      keep only the input and index lists; run the first GEMM twice
   --moeblaze-check-routing      for debugging: check on the device what only the device can see
 
 SCRIPT.py is the path of a script such as pretrain_gpt.py of a Megatron-LM checkout. Without it the
@@ -137,10 +138,12 @@ def versions():
     import triton
 
     core, training = (os.path.dirname(m.__file__) for m in (megatron.core, megatron.training))
+    # Megatron adds the commit of whatever repository holds its folder, of a wheel in .venv ours.
+    version = megatron.core.__version__.partition("+")[0]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     lines = [
         f"moeblaze-megatron {__version__} in {os.path.dirname(os.path.abspath(__file__))}",
-        f"megatron.core     {megatron.core.__version__} in {core}",
+        f"megatron.core     {version} in {core}",
         f"megatron.training in {training}",
         f"torch {torch.__version__}, triton {triton.__version__}, {device}",
     ]

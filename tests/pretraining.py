@@ -34,6 +34,19 @@ needs_megatron_on_cpu = pytest.mark.skipif(
 )
 
 
+def run(*command, env, timeout=300):
+    """Run `command` as a user without warnings; returns (exit code, output)."""
+    result = subprocess.run(
+        list(map(str, command)),
+        env=env | {"PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return result.returncode, result.stdout
+
+
 def launch(*arguments, env, processes=0, cpu=True, timeout=300):
     """Run the launcher with `arguments`; returns (exit code, output).
 
@@ -46,15 +59,8 @@ def launch(*arguments, env, processes=0, cpu=True, timeout=300):
             port = str(free.getsockname()[1])
         command += ["torch.distributed.run", "--nproc-per-node", str(processes)]
         command += ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
-    result = subprocess.run(
-        [*command, "moeblaze_megatron", *map(str, arguments)],
-        env=env | {"PYTHONWARNINGS": "ignore"} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    return result.returncode, result.stdout
+    env = env | {"CUDA_VISIBLE_DEVICES": ""} if cpu else env
+    return run(*command, "moeblaze_megatron", *arguments, env=env, timeout=timeout)
 
 
 def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
@@ -76,16 +82,10 @@ def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
 def example(script, *arguments, env):
     """Run a shell script of examples/ on the CPU; returns its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    result = subprocess.run(
-        [Path(__file__).parents[1] / "examples" / script, *map(str, arguments)],
-        env=env | {"PATH": path, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout[-6000:]
-    return result.stdout
+    env = env | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    code, output = run(Path(__file__).parents[1] / "examples" / script, *arguments, env=env)
+    assert code == 0, output[-6000:]
+    return output
 
 
 def main():

@@ -173,6 +173,23 @@ def test_saves_x_fc1_output_and_index_lists_only(device):
     assert per_pair <= 12 * R, "index lists: 4 bytes a row, 4 a pair, and the given ids"
 
 
+def test_recompute_fc1(device, nan_filled):
+    """Saves x, routing and probabilities only; the same results, bit for bit."""
+    case = Case(40, 64, 48, 4, 2, "recompute fc1", dropped=0.2)
+    want = check(case, device, torch.bfloat16)
+    got = check(case, device, torch.bfloat16, recompute_fc1=True)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.bfloat16)
+    args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    given, saved = {a.data_ptr() for a in (*args, probs)}, []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
+        moeblaze_experts(*args, topk_indices=ids, topk_probs=probs, recompute_fc1=True)
+    assert [s.shape for s in saved if s.data_ptr() not in given] == [(case.T * case.K,)]
+
+
 def test_inference_saves_nothing(device, monkeypatch):
     case = Case(30, 32, 32, 4, 2, "inference")
     ids, probs = routing(case, device)
@@ -434,6 +451,31 @@ def test_on_a_side_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("F", [768, 4096])
+def test_repeats_bitwise_while_the_gpu_is_busy(F):
+    """A race shows rarely: 300 repeats, with other work between them to shift their timing."""
+    case = Case(8192, 1024, F, 32, 4, "repeats")
+    ids, probs = routing(case, "cuda")
+    t = operands(case, "cuda", torch.bfloat16)
+    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves.append(probs.requires_grad_())
+    other = torch.randn(1024, 1024, device="cuda")
+
+    def step():
+        out = moeblaze_experts(*leaves[:3], topk_indices=ids, topk_probs=probs)
+        return (out.detach(), *torch.autograd.grad(out, leaves, t["grad_output"]))
+
+    want = step()
+    differing = torch.zeros(len(want), dtype=torch.int64, device="cuda")
+    for i in range(300):
+        if i % 3:
+            other = torch.relu(other @ other.T * 1e-3) + i
+        for j, (a, b) in enumerate(zip(step(), want, strict=True)):
+            differing[j] += (a != b).any()
+    assert differing.tolist() == [0] * len(want)
+
+
+@pytest.mark.gpu
 def test_no_host_synchronisation():
     case = LARGE[0]
     ids, probs = routing(case, "cuda")
@@ -467,6 +509,34 @@ def test_memory_stays_flat_under_uneven_routing():
         x.grad = None
         levels.append(torch.cuda.max_memory_allocated())
     assert levels[-1] == levels[20]
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_with_other_routing():
+    """Forward and backward captured once: nothing waits for the device or depends on R."""
+    case = Case(2000, 256, 128, 8, 2, "captured", dropped=0.1)
+    t = operands(case, "cuda", torch.bfloat16)
+    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    ids, probs = routing(case, "cuda")
+
+    def step():
+        out = moeblaze_experts(*leaves, topk_indices=ids, topk_probs=probs)
+        return (out, *torch.autograd.grad(out, leaves, t["grad_output"]))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        for old, new in zip((ids, probs), routing(case, "cuda", seed), strict=True):
+            old.copy_(new)
+        graph.replay()
+        for got, want in zip(captured, step(), strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.gpu

@@ -60,6 +60,17 @@ def test_readme_and_ci_run_the_same_command():
     assert command == (ROOT / ".ci" / "run").read_text().splitlines()[-1]
 
 
+def test_links_of_the_documentation_lead_somewhere():
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md")):
+        for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+            path, _, heading = target.partition("#")
+            path = page.parent / path if path else page
+            assert path.exists(), f"{page.relative_to(ROOT)} links to {target}"
+            headings = re.findall(r"^#+ (.*)", path.read_text(), re.M) if heading else []
+            slugs = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
+            assert not heading or heading in slugs, f"{page.relative_to(ROOT)} links to {target}"
+
+
 @pytest.mark.parametrize("check", [("check",), ("format", "--check")], ids=" ".join)
 def test_ruff(check):
     ruff = subprocess.run(

@@ -1,6 +1,7 @@
 """`python -m moeblaze_megatron`: what it says, refuses and passes on; the CPU mode's switch."""
 
 import json
+import subprocess
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_megatron_help_lists_our_value(plain_env):
 
 @needs_megatron_on_cpu
 def test_script_runs_as_main_with_its_own_folder_and_flags(plain_env, tmp_path):
-    """And a `megatron` put together from two places is pointed out."""
+    """Versions are printed, and a `megatron` put together from two places is pointed out."""
     (tmp_path / "sibling.py").write_text("VALUE = 'from beside the script'\n")
     (tmp_path / "script.py").write_text(
         "import json, sys, sibling\n"
@@ -77,8 +78,13 @@ def test_script_runs_as_main_with_its_own_folder_and_flags(plain_env, tmp_path):
     (tmp_path / "megatron").mkdir()
     core = Path(find_spec("megatron.core").origin).parent
     (tmp_path / "megatron" / "core").symlink_to(core)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    commit = ("-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "not Megatron's")
+    subprocess.run(["git", "-C", tmp_path, *commit, "--allow-empty"], check=True)
     script = tmp_path / "script.py"
-    code, output = launch(script, "--lr", "1", "--distributed-backend=gloo", env=plain_env)
+    # A wheel in the virtual environment of a clone lies in that clone's repository, say.
+    env = plain_env | {"GIT_DIR": str(tmp_path / ".git")}
+    code, output = launch(script, "--lr", "1", "--distributed-backend=gloo", env=env)
     assert code == 0, output
     name, argv, sibling, values = json.loads(output.splitlines()[-1])
     assert name == "__main__" and sibling == "from beside the script" and "moeblaze" in values

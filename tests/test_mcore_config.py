@@ -1,6 +1,7 @@
 """The table of refused settings, and what install() does to Megatron's parser and config."""
 
 import argparse
+from pathlib import Path
 
 import mcore_worker as m
 import pytest
@@ -78,6 +79,12 @@ ACCEPTED = {
 
 def test_every_row_has_a_refused_value():
     assert sorted(REFUSED) == sorted(setting.field for setting in SETTINGS)
+
+
+def test_documentation_lists_every_row():
+    documentation = (Path(__file__).parents[1] / "docs" / "megatron.md").read_text()
+    for field, _, do in (*SETTINGS, *ARGUMENTS):
+        assert f"\n| `{field}` | {do} |\n" in documentation
 
 
 @pytest.mark.parametrize("field", REFUSED)
@@ -234,7 +241,12 @@ def test_command_line_reaches_the_config():
     args = parse("moeblaze --disable-bias-linear --moeblaze-workspace-mb 64")
     config = core_transformer_config_from_args(args)
     assert config.moe_token_dispatcher_type == "moeblaze"
-    assert (config.moeblaze_workspace_mb, config.moeblaze_check_routing) == (64, False)
+    assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is False
+    assert config.moeblaze_workspace_mb == 64
+    args = parse("moeblaze --disable-bias-linear --moeblaze-recompute-fc1 --moeblaze-check-routing")
+    config = core_transformer_config_from_args(args)
+    assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is True
+    assert config.moeblaze_workspace_mb is None
 
 
 @in_megatron

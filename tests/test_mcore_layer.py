@@ -345,9 +345,10 @@ def test_more_experts_than_topk_are_refused():
 
 
 @in_megatron
-def test_workspace_reaches_the_operator():
-    whole, sliced = m.layer(), m.layer()
-    sliced.config.moeblaze_workspace_mb = 1
+def test_settings_of_its_own_reach_the_operator():
+    plain, changed = m.layer(), m.layer()
+    changed.config.moeblaze_workspace_mb = 1
+    changed.config.moeblaze_recompute_fc1 = True
     seen = []
     from moeblaze_megatron.mcore import experts
 
@@ -355,13 +356,14 @@ def test_workspace_reaches_the_operator():
         operator = experts.moeblaze_experts
 
         def spy(*arguments, **keywords):
-            seen.append(keywords.get("workspace_bytes"))
+            seen.append((keywords.get("workspace_bytes"), keywords["recompute_fc1"]))
             return operator(*arguments, **keywords)
 
         patch.setattr(experts, "moeblaze_experts", spy)
-        outputs = [moe(inputs()[0])[0] for moe in (whole, sliced)]
-    assert seen == [None, 2**20]
-    assert torch.equal(*outputs)
+        ours = [m.forward_backward(moe, *inputs()) for moe in (plain, changed)]
+    assert seen == [(None, False), (2**20, True)]
+    for name, expected in ours[0].items():
+        assert torch.equal(ours[1][name], expected), name
 
 
 TENSOR_PARALLEL = """

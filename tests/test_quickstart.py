@@ -1,28 +1,21 @@
 """The quickstart: text in, a trained model and one screen of figures out."""
 
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
-from pretraining import example, needs_megatron_on_cpu
+from pretraining import example, needs_megatron_on_cpu, run
 
 from moeblaze_megatron import quickstart
 
 
-def run(*arguments, env):
+def train(*arguments, env):
     """Run the quickstart as a user does; returns its output."""
-    result = subprocess.run(
-        [sys.executable, "-m", "moeblaze_megatron.quickstart", *map(str, arguments)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout[-6000:]
-    return result.stdout
+    command = (sys.executable, "-m", "moeblaze_megatron.quickstart")
+    code, output = run(*command, *arguments, env=env, timeout=600)
+    assert code == 0, output[-6000:]
+    return output
 
 
 def losses(output):
@@ -37,7 +30,7 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
     text.mkdir()
     (text / "b.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
     (text / "a.bin").write_bytes(bytes(100_000))
-    output = run("--text", text, "--out", out, "--iters", 30, env=env)
+    output = train("--text", text, "--out", out, "--iters", 30, env=env)
     assert f"132,000 bytes in 1 texts from {text}, {text}/b.txt" in output
     start, end, valid = losses(output)
     assert start > 5 and end < 2.5 and valid < 2.5
@@ -48,9 +41,9 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
         name: int(size.replace(",", ""))
         for name, size in re.findall(r"^  (moeblaze|alltoall) +(\S+) ", output, re.MULTILINE)
     }
-    assert saved["moeblaze"] < saved["alltoall"] / 2
+    assert saved["moeblaze"] < 0.6 * saved["alltoall"]
 
-    output = run("--out", out, "--iters", 5, "--resume", "--dispatcher", "alltoall", env=env)
+    output = train("--out", out, "--iters", 5, "--resume", "--dispatcher", "alltoall", env=env)
     assert "iterations 31 to 35" in output
     assert "2, built with MoEAlltoAllTokenDispatcher and SequentialMLP" in output
     assert losses(output)[0] < 2.5
@@ -69,7 +62,7 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_trains_on_the_gpu(plain_env, tmp_path):
-    output = run("--out", tmp_path / "out", "--iters", 60, env=plain_env)
+    output = train("--out", tmp_path / "out", "--iters", 60, env=plain_env)
     start, end, valid = losses(output)
     assert "in bf16" in output and start > 5 and end < 2.8 and valid < 2.8
     assert "8, built with MoEBlazeTokenDispatcher and MoEBlazeExperts" in output

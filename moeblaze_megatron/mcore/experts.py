@@ -105,8 +105,9 @@ class MoEBlazeExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        config: the layer's TransformerConfig. Beside Megatron's fields the attribute
-            `moeblaze_workspace_mb` is read, the bound of the operator's [R, H] transient in MiB.
+        config: the layer's TransformerConfig. Beside Megatron's fields two attributes are read:
+            `moeblaze_workspace_mb`, the bound of the operator's [R, H] transient in MiB, and
+            `moeblaze_recompute_fc1`, to save nothing but x and index lists.
         pg_collection: process groups; expt_tp, expt_dp and ep are used.
         submodules, name: what builders of Megatron 0.16 and from 0.18 on pass too; not used.
 
@@ -170,6 +171,7 @@ class MoEBlazeExperts(MegatronModule):
             index_lists=index_lists,
             activation=self.activation,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
+            recompute_fc1=bool(getattr(self.config, "moeblaze_recompute_fc1", False)),
             **({} if workspace is None else {"workspace_bytes": workspace << 20}),
         )
         return output, None

@@ -127,23 +127,23 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fusion, workspace_bytes,
-        save,
+        recompute_fc1, differentiate,
     ):  # fmt: skip
         ops = kernels_for(x)
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
         workspace = workspace_bytes or sizes.forward_workspace
         permuted_probs = ops.permuted_probs(probs, lists, dense)
-        # fc1_output = gather(x) W1^T, act = prob * f(fc1_output)
-        rows, gather = _rows_of(ops, x, lists, fc2_weight.shape[2], workspace)
-        fc1_output, act = ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather)
-        del rows
+        save = differentiate and not recompute_fc1
+        fc1_output, act = _fc1(
+            ops, x, fc1_weight, permuted_probs, lists, activation, save, workspace
+        )
         # output[t] = sum_k (act W2^T)[token_index_map[t, k]]
         output = torch.empty_like(x)
         for h, rows in _slices(x, lists, workspace):
             ops.rows_gemm(act, fc2_weight, lists, rows, h, gather=False, transposed=True)
             ops.combine(rows, lists, output, h)
 
-        if save:
+        if differentiate:
             ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output)
             ctx.weights = (fc1_weight, fc2_weight)  # main_grad is an attribute of these objects
             ctx.lists, ctx.dense, ctx.activation = lists, dense, activation
@@ -162,6 +162,11 @@ class _Experts(torch.autograd.Function):
         x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output = ctx.saved_tensors
         lists, ops, given = ctx.lists, kernels_for(x), ctx.workspace_bytes
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
+        if fc1_output is None:  # recompute_fc1
+            workspace = given or sizes.forward_workspace
+            fc1_output = _fc1(
+                ops, x, fc1_weight, permuted_probs, lists, ctx.activation, True, workspace
+            )[0]
         needs_x, needs_fc1, needs_fc2, needs_probs = ctx.needs_input_grad[:4]
         grad_output = grad_output.contiguous()
         grad_x = grad_fc1 = grad_fc2 = grad_probs = None
@@ -181,11 +186,12 @@ class _Experts(torch.autograd.Function):
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
         if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
             grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
-            slices = [(0, rows)] if not gather else _gathered(ops, grad_output, lists, workspace)
+            slices = _gathered(ops, grad_output, lists, workspace) if gather else [(0, rows)]
             for h, rows in slices:
                 part = into[:, h : h + rows.shape[1]]
                 side = "a" if rows is grad_output else None
                 ops.wgrad(rows, act, lists, part, accumulate, side)
+            del slices
         del rows, grad_act, act
         if needs_x:  # grad_x[t] = sum_k (grad_fc1_output W1)[token_index_map[t, k]]
             grad_x = torch.empty_like(x)
@@ -201,7 +207,23 @@ class _Experts(torch.autograd.Function):
                 part = into[:, :, h : h + rows.shape[1]]
                 side = "b" if rows is x else None
                 ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
-        return grad_x, grad_fc1, grad_fc2, grad_probs, None, None, None, None, None, None
+        return grad_x, grad_fc1, grad_fc2, grad_probs, *[None] * 7
+
+
+def _fc1(
+    ops: ModuleType,
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: str,
+    save: bool,
+    workspace_bytes: int,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """fc1_output = gather(x) W1^T, None unless `save`, and act = prob * f(fc1_output)."""
+    ffn = fc1_weight.shape[1] // (2 if activation in GATED else 1)
+    rows, gather = _rows_of(ops, x, lists, ffn, workspace_bytes)
+    return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather)
 
 
 def _slices(x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
@@ -359,6 +381,7 @@ def moeblaze_experts(
     activation: str = "swiglu",
     gradient_accumulation_fusion: bool = False,
     workspace_bytes: int | None = None,
+    recompute_fc1: bool = False,
     check: bool = False,
 ) -> torch.Tensor:
     """Routed experts of an MoE layer without permuted token buffers (arXiv 2601.05296).
@@ -384,6 +407,7 @@ def moeblaze_experts(
         workspace_bytes: bound on the [R, columns] buffer through which fc2, its gradients and the
             combine work in column slices; at least 128 columns are taken. None fits it beneath the
             layer's own peak (`ops.memory`).
+        recompute_fc1: save nothing but x and index lists, and run fc1 again in backward.
         check: refuse expert ids out of range or named twice; waits for the device. Always done on
             the CPU. Unchecked, ids out of range route nowhere and a repeated expert counts twice.
     Returns:
@@ -419,6 +443,7 @@ def moeblaze_experts(
         activation,
         gradient_accumulation_fusion,
         workspace_bytes,
+        recompute_fc1,
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable),
     )
     return output if output.shape[1] == H else output[:, :H]

@@ -1,0 +1,65 @@
+"""Every kernel of the layer as a call of its own, and the work it does."""
+
+from collections.abc import Callable
+
+import torch
+
+from moeblaze_megatron import GATED, index_lists_from_topk
+from moeblaze_megatron.bench.shapes import Inputs, Shape
+from moeblaze_megatron.ops import kernels
+
+
+def kernel_calls(
+    shape: Shape, inputs: Inputs
+) -> tuple[dict[str, tuple[float, str]], dict[str, Callable[[], object]]]:
+    """Work (FLOPs or bytes, with the unit of its rate) and call, by kernel.
+
+    GEMMs run over all columns at once; a kernel that writes in place runs on its own output again,
+    which costs the same.
+    """
+    x, fc1_weight, fc2_weight, probs = (leaf.detach() for leaf in inputs.leaves)
+    grad_output, H, F, T = inputs.grad_output, shape.H, shape.F, shape.T
+    lists = index_lists_from_topk(inputs.topk_indices, shape.E)
+    R, size = lists.max_rows, x.element_size()
+    permuted_probs = kernels.permuted_probs(probs, lists, dense=False)
+    fc1_output, act = kernels.fc1(x, fc1_weight, permuted_probs, lists, shape.activation, True)
+    rows = kernels.gather(x, lists, x.new_empty(R, H), 0)
+    output = torch.empty_like(x)
+    grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
+
+    fc1_flops, fc2_flops = 2 * R * H * shape.fc1_width, 2 * R * H * F
+    elements = F * (5 if shape.activation in GATED else 3)
+    calls = {
+        "index lists": lambda: index_lists_from_topk(inputs.topk_indices, shape.E),
+        "gather": lambda: kernels.gather(x, lists, rows, 0),
+        "fc1": lambda: kernels.fc1(x, fc1_weight, permuted_probs, lists, shape.activation, True),
+        "fc1, copied rows": lambda: kernels.fc1(
+            rows, fc1_weight, permuted_probs, lists, shape.activation, True, gather=False
+        ),
+        "fc2": lambda: kernels.rows_gemm(act, fc2_weight, lists, rows, 0, False, True),
+        "combine": lambda: kernels.combine(rows, lists, output, 0),
+        "fc2 dgrad": lambda: kernels.rows_gemm(grad_output, fc2_weight, lists, act, 0, True, False),
+        "activation backward": lambda: kernels.activation_backward(
+            act, fc1_output, permuted_probs, lists, shape.activation
+        ),
+        "fc1 dgrad": lambda: kernels.rows_gemm(
+            fc1_output, fc1_weight, lists, rows, 0, False, False
+        ),
+        "fc2 wgrad": lambda: kernels.wgrad(rows, act, lists, grad_fc2, False),
+        "fc2 wgrad, lookup": lambda: kernels.wgrad(grad_output, act, lists, grad_fc2, False, "a"),
+        "fc1 wgrad": lambda: kernels.wgrad(fc1_output, rows, lists, grad_fc1, False),
+        "fc1 wgrad, lookup": lambda: kernels.wgrad(fc1_output, x, lists, grad_fc1, False, "b"),
+    }
+    traffic = {
+        "index lists": 4 * (2 * T * shape.K + R),
+        "gather": 2 * R * H * size,
+        "combine": (R + T) * H * size,
+        "activation backward": R * elements * size + 8 * R,
+    }
+    work = {
+        name: (traffic[name], "TB/s")
+        if name in traffic
+        else (fc1_flops if name.startswith("fc1") else fc2_flops, "TFLOP/s")
+        for name in calls
+    }
+    return work, calls
