@@ -5,6 +5,7 @@ were selected, and each is a test here.
 """
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -150,9 +151,17 @@ def test_trains_as_alltoall_does(case, plain_env, tmp_path):
     runs = {}
     for dispatcher in ("moeblaze", "alltoall"):
         output, runs[dispatcher] = train(
-            tmp_path, dispatcher, *flags.split(), iters=20, env=plain_env, processes=processes
+            tmp_path,
+            dispatcher,
+            *flags.split(),
+            "--moeblaze-report-rows",
+            iters=20,
+            env=plain_env,
+            processes=processes,
         )
         assert ("built with MoEBlazeTokenDispatcher" in output) == (dispatcher == "moeblaze")
+        sent = re.findall(r"moeblaze, rank 0: (\d+) tokens sent as (\d+) rows", output)
+        assert len(sent) == 1 and (int(sent[0][1]) > 0) == (dispatcher == "moeblaze")
     ours, theirs = runs["moeblaze"], runs["alltoall"]
     assert len(ours) == 20 and ours[-1]["loss"] < ours[0]["loss"] - 1, why
     assert largest_difference(ours, theirs, "loss") < 1e-4, why
@@ -188,3 +197,62 @@ def test_rank_that_dies_ends_the_job(tmp_path, plain_env):
     code, output = torchrun(2, script, env=plain_env, timeout=60)
     assert code != 0 and time.monotonic() - start < 40
     assert "Signal 9 (SIGKILL)" in output, output[-3000:]
+
+
+KERNELS = """
+import torch
+
+from moeblaze_megatron import moeblaze_experts
+from moeblaze_megatron.expert_parallel import ExpertGroups, combine, dispatch, start_dispatch
+from moeblaze_megatron.ops.experts import kernels, kernels_for
+from moeblaze_megatron.ops.reference import moe_reference
+
+T, K, E, H, F = 13, 3, 3, 16, 16  # E on each of 2 ranks
+torch.distributed.init_process_group("gloo")
+torch.use_deterministic_algorithms(True, warn_only=True)  # memory starts as NaN
+rank = torch.distributed.get_rank()
+alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+groups = ExpertGroups(torch.distributed.group.WORLD, alone)
+weights = [torch.randn(2 * E, *shape) for shape in ((2 * F, H), (H, F))]
+for weight in weights:
+    torch.distributed.broadcast(weight, 0)
+local = [w[rank * E : (rank + 1) * E].clone().requires_grad_() for w in weights]
+weights = [weight.requires_grad_() for weight in weights]
+
+x, grad_output = torch.randn(2, T, H).unbind()
+chosen = torch.rand(T, 2 * E).argsort(1)[:, :K]
+chosen[:4] = chosen[:4].where(chosen[:4] < E, -1)  # some tokens for rank 0 alone
+routing_map = torch.zeros(T, 2 * E + 1, dtype=torch.bool).scatter_(1, chosen % (2 * E + 1), True)
+routing_map = routing_map[:, : 2 * E].contiguous()
+probs = torch.rand(T, 2 * E) * routing_map
+
+def leaves():
+    return x.clone().requires_grad_(), probs.clone().requires_grad_()
+
+assert kernels_for(x) is kernels
+x_in, probs_in = leaves()
+pending = start_dispatch(x_in, probs_in, routing_map, K, groups)
+rows, topk_probs, lists, route = dispatch(x_in, probs_in, pending)
+assert lists.max_rows == int(lists.expert_token_offsets[-1]), "buffers are of the very size"
+output = moeblaze_experts(rows, *local, topk_probs=topk_probs, index_lists=lists)
+output = combine(output, route)
+torch.autograd.backward(output, grad_output)
+
+x_ref, probs_ref = leaves()
+expected = moe_reference(x_ref, *weights, chosen, probs_ref.gather(1, chosen.clamp(min=0)))
+torch.autograd.backward(expected, grad_output)
+torch.testing.assert_close(output, expected)
+torch.testing.assert_close(x_in.grad, x_ref.grad)
+torch.testing.assert_close(probs_in.grad, probs_ref.grad)
+for weight, whole in zip(local, weights):
+    torch.distributed.all_reduce(whole.grad)
+    torch.testing.assert_close(weight.grad, whole.grad[rank * E : (rank + 1) * E])
+"""
+
+
+def test_kernels_dispatch_as_their_twins_do(tmp_path, plain_env):
+    """Triton's kernels, interpreted, where all the rest of this file runs the eager twins."""
+    script = tmp_path / "kernels.py"
+    script.write_text(KERNELS)
+    code, output = torchrun(2, script, env=plain_env | {"TRITON_INTERPRET": "1"}, timeout=120)
+    assert code == 0, output[-6000:]

@@ -60,8 +60,7 @@ class RowCounter:
         saved = 1 - self.rows / self.pairs if self.pairs else 0.0
         return (
             f"{self.tokens} tokens sent as {self.rows} rows in {self.dispatches} dispatches, "
-            f"{self.rows_away} of them to other ranks; by expert it were {self.pairs} "
-            f"({saved:.0%} saved)"
+            f"{self.rows_away} of them to other ranks; by expert: {self.pairs} ({saved:.0%} saved)"
         )
 
 
@@ -115,13 +114,13 @@ class PendingDispatch:
         ids: [rows, k] int32 local experts of each row, -1 = none. Sized by the bound T*min(K, EP);
             rows past those in use hold -1.
         exchange: the exchange of split sizes under way; None with one expert-parallel rank.
-        counter: where rows are counted, if anywhere.
+        counters: where rows are counted.
     """
 
     route: Route
     ids: torch.Tensor
     exchange: SplitExchange | None
-    counter: RowCounter | None
+    counters: tuple[RowCounter, ...]
 
     def wait(self) -> Splits:
         """The sizes. With one expert-parallel rank, T is equal on the expert-TP ranks."""
@@ -139,7 +138,7 @@ def start_dispatch(
     topk: int,
     groups: ExpertGroups,
     *,
-    counter: RowCounter | None = None,
+    counters: tuple[RowCounter, ...] = (),
     check: bool = False,
 ) -> PendingDispatch:
     """Lists who gets what, and starts telling every rank how much.
@@ -149,7 +148,7 @@ def start_dispatch(
         probs: [T, EP*E], likewise.
         routing_map: [T, EP*E] bool, at most `topk` experts in a row.
         topk: K.
-        counter: counts rows, once `dispatch` knows them.
+        counters: count rows, once `dispatch` knows them.
         check: look for rows with more than K experts, which waits for the device; always done on
             the CPU.
     Raises:
@@ -167,7 +166,7 @@ def start_dispatch(
     k = min(topk, E)
     if EP == 1:
         ids = ops.topk_indices_from_routing_map(routing_map, k)
-        return PendingDispatch(Route(groups, T, E, None), ids, None, counter)
+        return PendingDispatch(Route(groups, T, E, None), ids, None, counters)
     by_rank = routing_map.view(T, EP, E)
     rank_lists = index_lists_from_routing_map(by_rank.any(2), min(topk, EP))
     row_bytes = x.shape[1] * x.element_size() + k * (probs.element_size() + ID.itemsize)
@@ -177,7 +176,7 @@ def start_dispatch(
     pair = route.pairs()
     local_map = by_rank.flatten(0, 1)[pair.clamp(min=0)] & (pair >= 0)[:, None]
     ids = ops.topk_indices_from_routing_map(local_map, k)
-    return PendingDispatch(route, ids, exchange, counter)
+    return PendingDispatch(route, ids, exchange, counters)
 
 
 def _to_wire(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -288,8 +287,8 @@ def dispatch(
         ValueError: ranks disagree about what is sent.
     """
     recv_x, recv_probs, recv_ids, route = _Dispatch.apply(x.contiguous(), probs, pending)
-    if pending.counter is not None:
-        pending.counter.add(route.tokens, route.splits, route.groups.ep.rank())
+    for counter in pending.counters:
+        counter.add(route.tokens, route.splits, route.groups.ep.rank())
     lists = index_lists_from_topk(recv_ids, route.num_experts, max_rows=route.splits.pairs)
     return recv_x, recv_probs, lists, route
 

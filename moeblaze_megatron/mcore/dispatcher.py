@@ -32,8 +32,11 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
     this pass's backward.
 
     Attributes:
-        counter: rows that were sent, of forward passes that sent any.
+        counter: rows that this layer sent, if experts are spread over ranks.
+        total: rows that all layers of this process sent.
     """
+
+    total = RowCounter()
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
                 routing_map,
                 self.topk,
                 self.groups,
-                counter=self.counter,
+                counters=(self.counter, self.total),
                 check=self.check_routing,
             )
         return x, probs
