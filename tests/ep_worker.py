@@ -43,14 +43,19 @@ class Layout:
         return "-".join(f"{name}{size}" for name, size in parts.items()) + f"-of{self.world}"
 
     def initialize(self) -> None:
+        """Makes Megatron's process groups, or takes those made before: gloo's threads stay."""
         from megatron.core import parallel_state
 
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=self.tp,
-            expert_model_parallel_size=self.ep,
-            expert_tensor_parallel_size=self.etp,
-        )
+        state = vars(parallel_state)
+        if self not in GROUPS:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=self.tp,
+                expert_model_parallel_size=self.ep,
+                expert_tensor_parallel_size=self.etp,
+            )
+            GROUPS[self] = {name: state[name] for name in state if name.isupper()}
+        state.update(GROUPS[self])
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -62,6 +67,9 @@ class Layout:
             # experts of all ranks equal weights.
             "use_cpu_initialization": False,
         }
+
+
+GROUPS: dict[Layout, dict[str, Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
