@@ -531,7 +531,7 @@ def checkpoint_interchanges(layout: Layout, saver: str, loader: str, loads: Layo
     """Weights and moments arrive at another (EP, ETP), and training goes on with equal losses.
 
     Weights alone where one side has no experts of their own to reduce (EP = ETP = 1): Megatron
-    keeps one optimizer there and two elsewhere, and its own experts' state does not load either.
+    keeps one optimizer there and two elsewhere, and refuses to load one's state into the other.
     """
     from test_mcore_checkpoint import Trainer
 

@@ -213,6 +213,7 @@ torch.use_deterministic_algorithms(True, warn_only=True)  # memory starts as NaN
 rank = torch.distributed.get_rank()
 alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
 groups = ExpertGroups(torch.distributed.group.WORLD, alone)
+torch.manual_seed(rank)
 weights = [torch.randn(2 * E, *shape) for shape in ((2 * F, H), (H, F))]
 for weight in weights:
     torch.distributed.broadcast(weight, 0)
@@ -241,12 +242,12 @@ torch.autograd.backward(output, grad_output)
 x_ref, probs_ref = leaves()
 expected = moe_reference(x_ref, *weights, chosen, probs_ref.gather(1, chosen.clamp(min=0)))
 torch.autograd.backward(expected, grad_output)
-torch.testing.assert_close(output, expected)
-torch.testing.assert_close(x_in.grad, x_ref.grad)
-torch.testing.assert_close(probs_in.grad, probs_ref.grad)
+pairs = [(output, expected), (x_in.grad, x_ref.grad), (probs_in.grad, probs_ref.grad)]
 for weight, whole in zip(local, weights):
     torch.distributed.all_reduce(whole.grad)
-    torch.testing.assert_close(weight.grad, whole.grad[rank * E : (rank + 1) * E])
+    pairs.append((weight.grad, whole.grad[rank * E : (rank + 1) * E]))
+for value, wanted in pairs:
+    assert value.shape == wanted.shape and (value - wanted).norm() < 1e-5 * wanted.norm()
 """
 
 
