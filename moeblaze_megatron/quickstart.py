@@ -31,6 +31,7 @@ VALID_EVERY = 16
 MIN_BYTES = 2 * PIECE * VALID_EVERY
 MAX_BYTES = 64 << 20
 OUR_FILES = ("data", "checkpoint", "train.log")
+MARK = ".moeblaze-quickstart"  # a file in the directories whose OUR_FILES --force may delete
 
 # Megatron's names for the sizes of the model and of a step.
 CPU_SIZES = {
@@ -120,27 +121,43 @@ def parse_arguments(argv=None):
     return arguments
 
 
+def reached(out):
+    """The iteration that the checkpoint in `out` has reached, or 0."""
+    latest = out / "checkpoint" / "latest_checkpointed_iteration.txt"
+    return int(latest.read_text()) if latest.is_file() else 0
+
+
 def prepare_output(out, resume, force):
     """Make `out` ready for a run; returns the iteration that its checkpoint has reached, or 0."""
-    latest = out / "checkpoint" / "latest_checkpointed_iteration.txt"
     if resume:
-        if not latest.is_file():
-            sys.exit(f"quickstart: --resume found no checkpoint in {out}; run without it first")
-        return int(latest.read_text())
+        if not reached(out):
+            sys.exit(
+                f"quickstart: --resume found no checkpoint in {out}; run without it first, with "
+                "--force where an earlier run stopped before its first checkpoint"
+            )
+        return reached(out)
     try:
         if out.exists() and not out.is_dir():
             sys.exit(f"quickstart: --out {out} is a file; name a directory")
         if force:
+            found = [name for name in OUR_FILES if (out / name).exists()]
+            if found and not (out / MARK).exists():
+                sys.exit(
+                    f"quickstart: --force would delete {', '.join(found)} in {out}, which no "
+                    "quickstart has written; name another directory with --out"
+                )
             for name in OUR_FILES:
                 path = out / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         elif out.exists() and any(out.iterdir()):
+            further = "--resume trains on from its checkpoint, " if reached(out) else ""
             sys.exit(
-                f"quickstart: {out} is not empty; --resume trains on from its checkpoint, --force "
-                "replaces an earlier run, --out DIR writes elsewhere"
+                f"quickstart: {out} is not empty; {further}--force replaces an earlier run, "
+                "--out DIR writes elsewhere"
             )
         (out / "data").mkdir(parents=True, exist_ok=True)
         (out / "train.log").touch()
+        (out / MARK).touch()
     except OSError as error:
         sys.exit(f"quickstart: cannot write to {out} ({error}); name another directory with --out")
     return 0
@@ -189,11 +206,9 @@ def collect_text(paths):
         sys.exit(
             f"quickstart: too little text in {where}: {size:,} bytes, at least {MIN_BYTES:,} needed"
         )
-    names = [texts[0][0], texts[-1][0]] if len(texts) > 1 else [texts[0][0]]
-    more = f" (the first {MAX_BYTES:,} bytes)" if size == MAX_BYTES else ""
-    return [content for _, content in texts], (
-        f"{size:,} bytes in {len(texts)} texts{more} from {where}, {' ... '.join(names)}"
-    )
+    number = f"{len(texts)} texts, {texts[0][0]} ... {texts[-1][0]}" if texts[1:] else texts[0][0]
+    more = " (no more is read)" if size == MAX_BYTES else ""
+    return [content for _, content in texts], f"{size:,} bytes{more} from {where}: {number}"
 
 
 def write_dataset(texts, data):
@@ -234,7 +249,7 @@ def training_command(sizes, out, dispatcher, done, iters):
         "lr_warmup_iters": min(10, last - 1),
         "eval_interval": last + 1,  # once, after training
         "save": checkpoint,
-        "save_interval": last,
+        "save_interval": max(1000, last // 10),  # and after training
     }
     if done:
         settings["load"] = checkpoint
@@ -263,17 +278,22 @@ def train(command, log_path, iters):
         ) as process,
     ):
         print(*command, file=log, flush=True)
-        for line in process.stdout:
-            log.write(line)
-            lines.append(line)
-            if found := ITERATION.search(line):
-                if shown % max(1, iters // 20) == 0 or shown == iters - 1:
-                    print(
-                        f"iteration {found['iteration']:>6}  lm loss {float(found['loss']):.4f}  "
-                        f"grad norm {found['grad_norm']}  {float(found['ms']):.0f} ms",
-                        flush=True,
-                    )
-                shown += 1
+        try:
+            for line in process.stdout:
+                log.write(line)
+                lines.append(line)
+                if found := ITERATION.search(line):
+                    if shown % max(1, min(iters // 20, 100)) == 0 or shown == iters - 1:
+                        print(
+                            f"iteration {found['iteration']:>6}  "
+                            f"lm loss {float(found['loss']):.4f}  "
+                            f"grad norm {found['grad_norm']}  {float(found['ms']):.0f} ms",
+                            flush=True,
+                        )
+                    shown += 1
+        except KeyboardInterrupt:
+            process.wait()  # torchrun has had the same signal
+            raise
     if process.returncode:
         sys.exit(
             "".join(lines[-40:])
@@ -378,7 +398,12 @@ def main(argv=None):
         flush=True,
     )
     command = training_command(sizes, out, arguments.dispatcher, done, iters)
-    log = train(command, out / "train.log", iters)
+    try:
+        log = train(command, out / "train.log", iters)
+    except KeyboardInterrupt:
+        saved = reached(out)
+        how = f"--resume trains on from iteration {saved}" if saved else "--force starts again"
+        sys.exit(f"quickstart: interrupted; {how}")
 
     steps = list(ITERATION.finditer(log))
     ms = statistics.median(float(step["ms"]) for step in steps)

@@ -1,5 +1,8 @@
 """The operator: output and every gradient against plain torch, what it saves, what it refuses."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import LARGE, SMALL, Case, assert_as_close_as_torch, expected, operands, routing, run
@@ -283,6 +286,37 @@ def test_second_backward_is_refused(device):
         out.backward(t["grad_output"])
 
 
+def test_create_graph_is_refused(device):
+    """A gradient of the gradient would lack this layer's part, without a word."""
+    case = Case(30, 32, 32, 4, 2, "twice differentiated")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    x = t["x"].requires_grad_()
+    out = moeblaze_experts(x, t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_operands_off_16_bytes(device):
+    """Views into a flat buffer, gradients accumulated into their main_grad too."""
+    case = Case(30, 32, 32, 4, 2, "misaligned")
+    ids, probs = routing(case, device)
+    want = check(case, device, torch.float32)
+    t = operands(case, device, torch.float32)
+    for name, tensor in t.items():
+        buffer = torch.empty(tensor.numel() + 1, device=device)
+        t[name] = buffer[1:].view(tensor.shape).copy_(tensor)
+    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    main_grads(t, 0.0)
+    out = moeblaze_experts(
+        *leaves, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
+    )
+    out.backward(t["grad_output"])
+    assert torch.equal(out, want["output"]) and torch.equal(leaves[0].grad, want["grad_x"])
+    for name in ("fc1_weight", "fc2_weight"):
+        torch.testing.assert_close(t[name].main_grad, want[f"grad_{name}"])
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_and_non_contiguous_weights(device, use_reentrant):
     from torch.utils.checkpoint import checkpoint
@@ -341,8 +375,18 @@ BAD = {
     "topk_probs has shape": dict(topk_probs=torch.ones(8, 3)),
     "topk_probs is torch.int64": dict(topk_probs=torch.ones(8, 2).long()),
     "in one form": dict(probs=torch.ones(8, 4)),
-    "no main_grad": dict(gradient_accumulation_fusion=True),
+    "fc2_weight has no main_grad": dict(
+        fc2_weight=torch.zeros(4, 32, 32, requires_grad=True), gradient_accumulation_fusion=True
+    ),
+    "x is a list, not a tensor": dict(x=[[0.0] * 32] * 8),
+    "topk_probs is a float, not a tensor": dict(topk_probs=0.5),
+    "x is torch.sparse_coo": dict(x=torch.zeros(8, 32).to_sparse()),
+    "F=0": dict(fc1_weight=torch.zeros(4, 0, 32), fc2_weight=torch.zeros(4, 32, 0)),
+    "topk=2 goes with routing_map": dict(topk=2),
+    "got torch.bool": dict(topk_indices=torch.tensor([[True, False]] * 8)),
+    "got torch.uint32": dict(topk_indices=torch.zeros(8, 2, dtype=torch.uint32)),
     "workspace_bytes=0": dict(workspace_bytes=0),
+    "workspace_bytes=1.5": dict(workspace_bytes=1.5),
     "integer tensor": dict(topk_indices=torch.zeros(8, 2)),
     "wants x": dict(x=torch.zeros(2, 4, 32)),
     "names experts \\[4, 0\\]": dict(topk_indices=torch.tensor([[4, 0]] * 8)),
@@ -366,6 +410,30 @@ def test_bad_arguments_are_named(message, device):
     }
     with pytest.raises(ValueError, match=message):
         moeblaze_experts(**arguments)
+
+
+def test_arguments_of_the_builders_are_named():
+    with pytest.raises(ValueError, match=r"num_experts=4\.0 is not an int"):
+        index_lists_from_topk(torch.zeros(3, 2).int(), 4.0)
+    with pytest.raises(ValueError, match="topk=None is not an int"):
+        index_lists_from_routing_map(torch.ones(3, 4).bool(), None)
+    with pytest.raises(ValueError, match="got a list"):
+        index_lists_from_topk([[0, 1]], 4)
+
+
+def test_main_grad_must_be_contiguous(device):
+    """Rows of main_grad are written as blocks."""
+    case = Case(30, 32, 32, 4, 2, "main_grad by columns")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    main_grads(t, 0.0)
+    t["fc2_weight"].main_grad = t["fc2_weight"].main_grad.mT
+    args = [t[n] for n in ("x", "fc1_weight", "fc2_weight")]
+    options = dict(topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True)
+    with pytest.raises(ValueError, match=r"fc2_weight\.main_grad is"):
+        moeblaze_experts(*args, **options)
+    with torch.no_grad():  # no gradient to accumulate: Megatron's evaluation without its DDP
+        moeblaze_experts(*args, **options)
 
 
 def test_all_reasons_at_once():
@@ -473,6 +541,26 @@ def test_repeats_bitwise_while_the_gpu_is_busy(F):
         for j, (a, b) in enumerate(zip(step(), want, strict=True)):
             differing[j] += (a != b).any()
     assert differing.tolist() == [0] * len(want)
+
+
+@pytest.mark.gpu
+def test_backward_may_be_the_first_cuda_call_of_its_thread(plain_env):
+    """Its thread has no CUDA context then, and with cached memory torch binds none."""
+    script = """
+import torch
+from moeblaze_megatron import moeblaze_experts
+x, w1, w2 = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+             for s in ((256, 128), (4, 256, 128), (4, 128, 128)))
+ids = torch.randint(4, (256, 1), device="cuda", dtype=torch.int32)
+probs, grad = torch.ones(256, 1, device="cuda"), torch.ones(256, 128, device="cuda").bfloat16()
+cached = [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+del cached
+moeblaze_experts(x, w1, w2, topk_indices=ids, topk_probs=probs).backward(grad)
+assert all(leaf.grad.isfinite().all() for leaf in (x, w1, w2))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=plain_env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.gpu

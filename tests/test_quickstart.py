@@ -31,7 +31,7 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
     (text / "b.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
     (text / "a.bin").write_bytes(bytes(100_000))
     output = train("--text", text, "--out", out, "--iters", 30, env=env)
-    assert f"132,000 bytes in 1 texts from {text}, {text}/b.txt" in output
+    assert f"132,000 bytes from {text}: {text}/b.txt" in output
     start, end, valid = losses(output)
     assert start > 5 and end < 2.5 and valid < 2.5
     assert "2, built with MoEBlazeTokenDispatcher and MoEBlazeExperts" in output
@@ -99,11 +99,14 @@ def test_missing_text_is_named(tmp_path):
 def test_earlier_output_is_kept_unless_told(tmp_path):
     (tmp_path / "train.log").write_text("earlier")
     (tmp_path / "mine.txt").write_text("not the quickstart's")
-    with pytest.raises(SystemExit, match=r"is not empty; --resume .* --force .* --out"):
+    with pytest.raises(SystemExit, match=r"is not empty; --force .* --out"):
         quickstart.prepare_output(tmp_path, resume=False, force=False)
     with pytest.raises(SystemExit, match="--resume found no checkpoint"):
         quickstart.prepare_output(tmp_path, resume=True, force=False)
+    with pytest.raises(SystemExit, match=r"--force would delete train\.log"):
+        quickstart.prepare_output(tmp_path, resume=False, force=True)
     assert (tmp_path / "train.log").read_text() == "earlier"
+    (tmp_path / quickstart.MARK).touch()
     quickstart.prepare_output(tmp_path, resume=False, force=True)
     assert (tmp_path / "train.log").read_text() == ""
     assert (tmp_path / "mine.txt").read_text() == "not the quickstart's"

@@ -28,7 +28,7 @@ def kernel_calls(
     grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
 
     fc1_flops, fc2_flops = 2 * R * H * shape.fc1_width, 2 * R * H * F
-    elements = F * (5 if shape.activation in GATED else 3)
+    elements = F * (6 if shape.activation in GATED else 4)
     calls = {
         "index lists": lambda: index_lists_from_topk(inputs.topk_indices, shape.E),
         "gather": lambda: kernels.gather(x, lists, rows, 0),

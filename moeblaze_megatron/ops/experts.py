@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
@@ -16,6 +15,8 @@ from moeblaze_megatron.ops.memory import COPY_FFN, GATHER_SLICES, layer_bytes, s
 from moeblaze_megatron.ops.tiles import interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROBS_DTYPES = (*DTYPES, torch.float64)
+ID_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType:
@@ -34,7 +35,8 @@ def index_lists_from_topk(
 
     Args:
         topk_indices: [T, K] integer, -1 = no expert. An id outside 0..E-1 routes nowhere, and an
-            expert that a token names twice gets two rows, unless `check` refuses both.
+            expert that a token names twice gets two rows, unless `check` refuses both. Contiguous
+            int32 ids become part of the lists without a copy: do not write over them.
         num_experts: E, at most 1,024; K at most 32.
         max_rows: the number of ids that name an expert, or a bound on it, where the caller knows
             one below T*K; buffers are sized by it and rows past it are written out of bounds.
@@ -42,14 +44,19 @@ def index_lists_from_topk(
     Raises:
         ValueError: sizes out of range or, when checked, ids out of range or named twice.
     """
-    if topk_indices.dim() != 2 or topk_indices.is_floating_point():
+    if (
+        not torch.is_tensor(topk_indices)
+        or topk_indices.dim() != 2
+        or topk_indices.dtype not in ID_DTYPES
+    ):
         raise ValueError(
-            f"topk_indices must be a [T, K] integer tensor; got {topk_indices.dtype} of shape "
-            f"{tuple(topk_indices.shape)}"
+            f"topk_indices must be a [T, K] integer tensor; got {_described(topk_indices)}"
         )
     _check_sizes(num_experts, topk_indices.shape[1])
     if check or not topk_indices.is_cuda:
         _check_ids(topk_indices, num_experts)
+    elif topk_indices.dtype is torch.int64:  # so that none wraps into 0..E-1 as int32
+        topk_indices = topk_indices.clamp(-1, num_experts)
     topk_indices = topk_indices.to(torch.int32).contiguous()
     return kernels_for(topk_indices).index_lists(topk_indices, num_experts, max_rows)
 
@@ -67,11 +74,12 @@ def index_lists_from_routing_map(
     Raises:
         ValueError: sizes out of range or, when checked, a row with more than `topk` experts.
     """
-    if routing_map.dim() != 2 or routing_map.dtype is not torch.bool:
-        raise ValueError(
-            f"routing_map must be a [T, E] bool tensor; got {routing_map.dtype} of shape "
-            f"{tuple(routing_map.shape)}"
-        )
+    if (
+        not torch.is_tensor(routing_map)
+        or routing_map.dim() != 2
+        or routing_map.dtype is not torch.bool
+    ):
+        raise ValueError(f"routing_map must be a [T, E] bool tensor; got {_described(routing_map)}")
     _check_sizes(routing_map.shape[1], topk)
     if check or not routing_map.is_cuda:
         check_experts_per_token(routing_map, topk)
@@ -90,12 +98,19 @@ def check_experts_per_token(routing_map: torch.Tensor, topk: int) -> None:
         )
 
 
+def _described(value: object) -> str:
+    if not torch.is_tensor(value):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} of shape {tuple(value.shape)}"
+
+
 def _check_sizes(num_experts: int, topk: int) -> None:
     reasons = []
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        reasons.append(f"num_experts={num_experts} is outside 1..{MAX_EXPERTS}")
-    if not 1 <= topk <= MAX_TOPK:
-        reasons.append(f"topk={topk} is outside 1..{MAX_TOPK}")
+    for name, value, most in (("num_experts", num_experts, MAX_EXPERTS), ("topk", topk, MAX_TOPK)):
+        if not isinstance(value, int):
+            reasons.append(f"{name}={value!r} is not an int")
+        elif not 1 <= value <= most:
+            reasons.append(f"{name}={value} is outside 1..{most}")
     if reasons:
         raise ValueError("moeblaze does not support: " + "; ".join(reasons))
 
@@ -126,9 +141,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fusion, workspace_bytes,
+        ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fused, workspace_bytes,
         recompute_fc1, differentiate,
     ):  # fmt: skip
+        x, fc1_weight, fc2_weight, probs = map(_packed, (x, fc1_weight, fc2_weight, probs))
         ops = kernels_for(x)
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
         workspace = workspace_bytes or sizes.forward_workspace
@@ -145,14 +161,16 @@ class _Experts(torch.autograd.Function):
 
         if differentiate:
             ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output)
-            ctx.weights = (fc1_weight, fc2_weight)  # main_grad is an attribute of these objects
             ctx.lists, ctx.dense, ctx.activation = lists, dense, activation
-            ctx.fusion, ctx.workspace_bytes, ctx.spent = fusion, workspace_bytes, False
+            ctx.fused, ctx.workspace_bytes, ctx.spent = fused, workspace_bytes, False
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output):
+        if torch.is_grad_enabled():  # gradients of gradients would silently lack ours
+            raise RuntimeError(
+                "moeblaze_experts is differentiable once: leave create_graph=True out."
+            )
         if ctx.spent:
             raise RuntimeError(
                 "moeblaze_experts: second backward through one graph. Backward writes gradients "
@@ -168,7 +186,7 @@ class _Experts(torch.autograd.Function):
                 ops, x, fc1_weight, permuted_probs, lists, ctx.activation, True, workspace
             )[0]
         needs_x, needs_fc1, needs_fc2, needs_probs = ctx.needs_input_grad[:4]
-        grad_output = grad_output.contiguous()
+        grad_output = _packed(grad_output)
         grad_x = grad_fc1 = grad_fc2 = grad_probs = None
 
         # grad_act = gather(grad_output) W2
@@ -185,7 +203,7 @@ class _Experts(torch.autograd.Function):
         if needs_probs:
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
         if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
-            grad_fc2, into, accumulate = _grad_buffer(ctx.weights[1], ctx.fusion)
+            grad_fc2, into, accumulate = _grad_buffer(fc2_weight, ctx.fused[1])
             slices = _gathered(ops, grad_output, lists, workspace) if gather else [(0, rows)]
             for h, rows in slices:
                 part = into[:, h : h + rows.shape[1]]
@@ -202,7 +220,7 @@ class _Experts(torch.autograd.Function):
                 ops.combine(rows, lists, grad_x, h)
             del rows
         if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
-            grad_fc1, into, accumulate = _grad_buffer(ctx.weights[0], ctx.fusion)
+            grad_fc1, into, accumulate = _grad_buffer(fc1_weight, ctx.fused[0])
             for h, rows in _gathered(ops, x, lists, given or sizes.fc1_wgrad_workspace):
                 part = into[:, :, h : h + rows.shape[1]]
                 side = "b" if rows is x else None
@@ -260,19 +278,28 @@ def _gathered(ops: ModuleType, x: torch.Tensor, lists: IndexLists, workspace_byt
         yield h, ops.gather(x, lists, rows, h)
 
 
-def _grad_buffer(weight: torch.Tensor, fusion: bool) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def _grad_buffer(
+    weight: torch.Tensor, fused: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """What backward returns for a weight, where its gradient is written, and whether it is added.
 
-    With fusion (Megatron's gradient_accumulation_fusion) the gradient is added into
-    `weight.main_grad` and a placeholder is returned, for which DDP's hooks wait.
+    Given `fused`, the caller's own tensor of which `weight` may be a copy, the gradient is added
+    into `fused.main_grad` (Megatron's gradient_accumulation_fusion) and a placeholder is returned,
+    for which DDP's hooks wait.
     """
     grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    if not fusion:
+    if fused is None:
         return grad, grad, False
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
+    fused.grad_added_to_main_grad = True
+    if getattr(fused, "zero_out_wgrad", False):
         grad.zero_()
-    return grad, weight.main_grad.view(weight.shape), True
+    return grad, fused.main_grad.view(weight.shape), True
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous and at a 16-byte address, as tensor descriptors need it; a copy if it is not."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _aligned(
@@ -296,10 +323,26 @@ def _aligned(
 
 
 def _check_arguments(
-    x, fc1_weight, fc2_weight, probs, routing_map, topk_indices, topk_probs, lists, activation,
-    fusion, workspace_bytes,
+    x, fc1_weight, fc2_weight, probs, routing_map, topk, topk_indices, topk_probs, lists,
+    activation, fusion, workspace_bytes,
 ) -> None:  # fmt: skip
     """Raises one ValueError with everything that does not fit."""
+    required = {"x": x, "fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
+    optional = {"probs": probs, "routing_map": routing_map, "topk_indices": topk_indices,
+                "topk_probs": topk_probs}  # fmt: skip
+    tensors = required | {name: value for name, value in optional.items() if value is not None}
+    reasons = []
+    for name, value in tensors.items():
+        if not torch.is_tensor(value):
+            reasons.append(f"{name} is a {type(value).__name__}, not a tensor")
+        elif value.layout is not torch.strided or value.is_meta:
+            reasons.append(
+                f"{name} is {value.layout} on {value.device}; give a dense tensor on a GPU or CPU"
+            )
+    if lists is not None and not isinstance(lists, IndexLists):
+        reasons.append(f"index_lists is {_described(lists)}, not an IndexLists")
+    if reasons:
+        raise ValueError("moeblaze_experts: " + "; ".join(reasons))
     if x.dim() != 2 or fc1_weight.dim() != 3 or fc2_weight.dim() != 3:
         raise ValueError(
             "moeblaze_experts wants x [T, H], fc1_weight [E, 2F or F, H] and fc2_weight [E, H, F]; "
@@ -307,9 +350,10 @@ def _check_arguments(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    reasons = []
     (T, H), (E, _, ffn) = x.shape, fc2_weight.shape
     width = 2 * ffn if activation in GATED else ffn
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtypes = PROBS_DTYPES if kernels_for(x) is reference else DTYPES
 
     def expect(name, tensor, shape):
         if tuple(tensor.shape) != shape:
@@ -317,15 +361,26 @@ def _check_arguments(
         if tensor.device != x.device:
             reasons.append(f"{name} is on {tensor.device}, but x is on {x.device}")
 
+    if not (H and ffn):
+        reasons.append(f"H={H} and F={ffn} must be 1 or more")
+    if x.dtype not in dtypes:
+        reasons.append(f"x is {x.dtype}; use bf16, fp16 or fp32")
     expect("fc1_weight", fc1_weight, (E, width, H))
     expect("fc2_weight", fc2_weight, (E, H, ffn))
     for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
-        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        if not autocast and weight.dtype != x.dtype:
             reasons.append(f"{name} is {weight.dtype}, but x is {x.dtype}")
-        if fusion and getattr(weight, "main_grad", None) is None:
-            reasons.append(f"gradient_accumulation_fusion=True, but {name} has no main_grad")
-    if x.dtype not in DTYPES and not (x.dtype is torch.float64 and kernels_for(x) is reference):
-        reasons.append(f"x is {x.dtype}; use bf16, fp16 or fp32")
+        elif weight.dtype not in dtypes:
+            reasons.append(f"{name} is {weight.dtype}; use bf16, fp16 or fp32")
+        if fusion and weight.requires_grad and torch.is_grad_enabled():
+            grad = getattr(weight, "main_grad", None)
+            if grad is None:
+                reasons.append(f"gradient_accumulation_fusion=True, but {name} has no main_grad")
+            elif grad.numel() != weight.numel() or not grad.is_contiguous():
+                reasons.append(
+                    f"{name}.main_grad is {tuple(grad.shape)} with strides {grad.stride()}; "
+                    f"gradient_accumulation_fusion adds to a contiguous {tuple(weight.shape)}"
+                )
 
     given = (probs is not None, routing_map is not None, topk_indices is not None,
              topk_probs is not None, lists is not None)  # fmt: skip
@@ -333,7 +388,8 @@ def _check_arguments(
         expect("probs", probs, (T, E))
         expect("routing_map", routing_map, (T, E))
     elif given == (False, False, True, True, False):
-        expect("topk_indices", topk_indices, (T, *topk_indices.shape[1:]))
+        K = topk_indices.shape[1] if topk_indices.dim() == 2 else "K"
+        expect("topk_indices", topk_indices, (T, K))
         expect("topk_probs", topk_probs, tuple(topk_indices.shape))
     elif given in ((True, False, False, False, True), (False, False, False, True, True)):
         if topk_probs is None:
@@ -348,9 +404,11 @@ def _check_arguments(
             "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
             "or index_lists with probs or topk_probs"
         )
-    for name, tensor in (("probs", probs), ("topk_probs", topk_probs)):
-        if tensor is not None and not tensor.is_floating_point():
-            reasons.append(f"{name} is {tensor.dtype}; probabilities are floating point")
+    if topk is not None and routing_map is None:
+        reasons.append(f"topk={topk!r} goes with routing_map only")
+    for name in ("probs", "topk_probs"):
+        if name in tensors and tensors[name].dtype not in PROBS_DTYPES:
+            reasons.append(f"{name} is {tensors[name].dtype}; use fp32, fp64, bf16 or fp16")
     if (
         fusion
         and kernels_for(x) is kernels
@@ -360,13 +418,15 @@ def _check_arguments(
             f"gradient_accumulation_fusion=True needs rows of whole 16 bytes; H={H}, F={ffn} in "
             f"{x.dtype} are not"
         )
-    if workspace_bytes is not None and workspace_bytes <= 0:
-        reasons.append(f"workspace_bytes={workspace_bytes} must be positive")
+    if workspace_bytes is not None and not (
+        isinstance(workspace_bytes, int) and workspace_bytes > 0
+    ):
+        reasons.append(f"workspace_bytes={workspace_bytes!r} must be a positive int")
     if reasons:
         raise ValueError("moeblaze_experts: " + "; ".join(reasons))
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="host code and Triton launches, which break the graph")
 def moeblaze_experts(
     x: torch.Tensor,
     fc1_weight: torch.Tensor,
@@ -416,7 +476,7 @@ def moeblaze_experts(
         ValueError: naming every argument that does not fit.
     """
     _check_arguments(
-        x, fc1_weight, fc2_weight, probs, routing_map, topk_indices, topk_probs, index_lists,
+        x, fc1_weight, fc2_weight, probs, routing_map, topk, topk_indices, topk_probs, index_lists,
         activation, gradient_accumulation_fusion, workspace_bytes,
     )  # fmt: skip
     E, T = fc1_weight.shape[0], x.shape[0]
@@ -429,6 +489,7 @@ def moeblaze_experts(
     else:
         lists = index_lists_from_topk(topk_indices, E, check=check)
 
+    fused = (fc1_weight, fc2_weight) if gradient_accumulation_fusion else (None, None)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
@@ -437,11 +498,11 @@ def moeblaze_experts(
     dense = topk_probs is None
     differentiable = (x, fc1_weight, fc2_weight, probs if dense else topk_probs)
     output = _Experts.apply(
-        *(tensor.contiguous() for tensor in differentiable),
+        *differentiable,
         lists,
         dense,
         activation,
-        gradient_accumulation_fusion,
+        fused,
         workspace_bytes,
         recompute_fc1,
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable),

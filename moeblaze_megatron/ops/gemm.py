@@ -13,9 +13,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeblaze_megatron.ops import hopper
 from moeblaze_megatron.ops.activation import GATED, activate
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import input_precision, tile_for
+from moeblaze_megatron.ops.tiles import bind_device, input_precision, tile_for
 
 GROUP = 8  # row tiles that walk the columns together, so that a weight tile is reused from L2
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    bind_device(tensor.device)
+    return TensorDescriptor.from_tensor(tensor, block)
 
 
 @triton.jit
@@ -150,7 +155,7 @@ def fc1(
     if lists.num_tiles:
         _fc1_kernel[(lists.num_tiles * triton.cdiv(F, tile.cols),)](
             x,
-            TensorDescriptor.from_tensor(weight, [1, 1, tile.cols, tile.depth]),
+            _descriptor(weight, [1, 1, tile.cols, tile.depth]),
             permuted_probs,
             fc1_output,
             act,
@@ -256,10 +261,10 @@ def rows_gemm(
     if lists.num_tiles:
         _rows_kernel[(lists.num_tiles * triton.cdiv(cols, tile.cols),)](
             a,
-            None if gather else TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
-            TensorDescriptor.from_tensor(weight, [1, *block]),
+            None if gather else _descriptor(a, [tile.rows, tile.depth]),
+            _descriptor(weight, [1, *block]),
             out,
-            TensorDescriptor.from_tensor(out, [tile.rows, tile.cols]),
+            _descriptor(out, [tile.rows, tile.cols]),
             lists.expert_token_indices,
             lists.expert_token_offsets,
             lists.tile_expert,
@@ -448,7 +453,7 @@ def wgrad(
     tile = tile_for(kernel, a.dtype).fit(rows=M, cols=N)
     blocks = {"a": [tile.depth, tile.rows], "b": [tile.depth, tile.cols]}
     a_desc, b_desc = (
-        None if gather == name else TensorDescriptor.from_tensor(operand, blocks[name])
+        None if gather == name else _descriptor(operand, blocks[name])
         for name, operand in (("a", a), ("b", b))
     )
     _wgrad_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols), E)](

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeblaze_megatron.ops.activation import GATED
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import BLOCK_R, interpreting
+from moeblaze_megatron.ops.tiles import BLOCK_R, bind_device, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_F = 128  # of each accumulator of fc1
@@ -67,6 +67,7 @@ def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    bind_device(tensor.device)
     layout = _layout(rows, cols, tensor.dtype)
     return TensorDescriptor.from_tensor(tensor, [rows, cols], layout)
 
