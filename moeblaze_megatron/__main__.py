@@ -102,6 +102,10 @@ def main():
         from moeblaze_megatron import pretrain_gpt
 
         pretrain_gpt.main()
+    if "--moeblaze-report-rows" in arguments:
+        from moeblaze_megatron.mcore import MoEBlazeTokenDispatcher
+
+        report(f"moeblaze, rank 0: {MoEBlazeTokenDispatcher.total}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

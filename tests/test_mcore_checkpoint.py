@@ -74,24 +74,27 @@ class Trainer:
         assert successful
         return torch.tensor([loss.item(), grad_norm])
 
-    def sharded(self, is_loading):
+    def sharded(self, is_loading, weights_only=False):
         metadata = dict(METADATA)
         model = self.gpt.sharded_state_dict(metadata=metadata)
+        if weights_only:
+            return {"model": model}
         optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
     def save(self, path):
         from megatron.core import dist_checkpointing
 
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         dist_checkpointing.save(self.sharded(is_loading=False), path)
 
-    def load(self, path):
+    def load(self, path, weights_only=False):
         from megatron.core import dist_checkpointing
 
-        state = dist_checkpointing.load(self.sharded(is_loading=True), path)
+        state = dist_checkpointing.load(self.sharded(True, weights_only), path)
         self.gpt.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if not weights_only:
+            self.optimizer.load_state_dict(state["optimizer"])
 
     def expert_tensors(self):
         layers = self.gpt.decoder.layers

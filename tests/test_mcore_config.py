@@ -11,8 +11,6 @@ from moeblaze_megatron.mcore import unsupported_reasons
 from moeblaze_megatron.mcore.config import ARGUMENTS, SETTINGS, unsupported_arguments
 
 REFUSED = {
-    "expert_model_parallel_size": 2,
-    "expert_tensor_parallel_size": 2,
     "expert_gtp_weight_remat_size": 2,
     "moe_extended_tp": True,
     "add_bias_linear": True,
@@ -51,6 +49,9 @@ REFUSED_TOGETHER = {
     "topk": {"moe_router_topk": 33},
     "topk above experts": {"moe_router_topk": 32},
     "workspace": {"moeblaze_workspace_mb": 0},
+    "experts by rank": {"expert_model_parallel_size": 3},
+    "ffn by rank": {"expert_tensor_parallel_size": 5},
+    "uneven sequences, expert TP": {"expert_tensor_parallel_size": 2, "variable_seq_lengths": True},
     "whole-layer graph": {"cuda_graph_impl": "local", "cuda_graph_modules": []},
     "full-iteration graph": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
     "router graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
@@ -70,7 +71,8 @@ ACCEPTED = {
         "fine_grained_activation_offloading": True,
         "offload_modules": ["mlp_norm"],
     },
-    "uneven sequences": {"variable_seq_lengths": True},
+    "uneven sequences": {"variable_seq_lengths": True, "expert_model_parallel_size": 2},
+    "expert parallel": {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
     "router of its own dtype": {"moe_router_dtype": "fp64"},
     "shared expert": {"moe_shared_expert_intermediate_size": 32},
 }
@@ -148,6 +150,12 @@ def test_all_reasons_come_at_once():
         "glu_linear_offset",
     ]
     assert "--disable-bias-linear" in lines[1]
+
+
+@in_megatron
+def test_experts_that_do_not_divide_by_ranks_are_refused_at_start_up():
+    with pytest.raises(ValueError, match="num_moe_experts=8, expert_model_parallel_size=3: each"):
+        m.config(expert_model_parallel_size=3)
 
 
 @in_megatron

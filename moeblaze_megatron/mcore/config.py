@@ -25,17 +25,6 @@ OFF = (False, None)
 SETTINGS = (
     # Parallelism.
     Setting(
-        "expert_model_parallel_size",
-        (None, 1),
-        "expert parallelism is not supported yet, set --expert-model-parallel-size 1",
-    ),
-    Setting(
-        "expert_tensor_parallel_size",
-        (None, 1),
-        "tensor parallelism inside experts is not supported yet, set "
-        "--expert-tensor-parallel-size 1 (it defaults to the tensor-parallel size)",
-    ),
-    Setting(
         "expert_gtp_weight_remat_size",
         (None, 0, 1),
         "sharded expert weights are not supported, set "
@@ -137,21 +126,21 @@ SETTINGS = (
         (None,),
         "it is the flex dispatcher's, leave out --moe-expert-rank-capacity-factor",
     ),
-    # Overlap with the dispatcher's communication; there is none on one expert-parallel rank.
+    # Overlap with the dispatcher's communication.
     Setting(
         "moe_shared_expert_overlap",
         OFF,
-        "there is no communication to overlap, leave out --moe-shared-expert-overlap",
+        "communication is not overlapped yet, leave out --moe-shared-expert-overlap",
     ),
     Setting(
         "overlap_moe_expert_parallel_comm",
         OFF,
-        "there is no communication to overlap, leave out --overlap-moe-expert-parallel-comm",
+        "communication is not overlapped yet, leave out --overlap-moe-expert-parallel-comm",
     ),
     Setting(
         "ep_overlap_early_attn_memory_release",
         OFF,
-        "there is no communication to overlap, leave out --ep-overlap-early-attn-memory-release",
+        "communication is not overlapped yet, leave out --ep-overlap-early-attn-memory-release",
     ),
     Setting(
         "delay_wgrad_compute",
@@ -238,6 +227,28 @@ def _size_reasons(config: Any) -> Iterator[str]:
             yield f"{field}={value}: use {low} to {high}"
 
 
+def _parallel_reasons(config: Any) -> Iterator[str]:
+    ep = getattr(config, "expert_model_parallel_size", None) or 1
+    etp = getattr(config, "expert_tensor_parallel_size", None) or 1
+    experts, ffn = config.num_moe_experts, config.moe_ffn_hidden_size
+    if experts and experts % ep:
+        yield (
+            f"num_moe_experts={experts}, expert_model_parallel_size={ep}: each rank holds equally "
+            "many experts, set --expert-model-parallel-size to a divisor of --num-experts"
+        )
+    if ffn and ffn % etp:
+        yield (
+            f"moe_ffn_hidden_size={ffn}, expert_tensor_parallel_size={etp}: each rank holds an "
+            "equal slice, set --expert-tensor-parallel-size to a divisor of --moe-ffn-hidden-size"
+        )
+    if ep == 1 and etp > 1 and getattr(config, "variable_seq_lengths", False):
+        yield (
+            f"variable_seq_lengths=True, expert_tensor_parallel_size={etp}: without expert "
+            "parallelism the ranks that share an expert have equally many tokens, set "
+            "--expert-tensor-parallel-size 1"
+        )
+
+
 def _activation_reasons(config: Any) -> Iterator[str]:
     if activation_name(config) is None:
         func = getattr(config.activation_func, "__name__", repr(config.activation_func))
@@ -275,6 +286,7 @@ def unsupported_reasons(config: Any) -> list[str]:
     return [
         *_table_reasons(config, SETTINGS),
         *_size_reasons(config),
+        *_parallel_reasons(config),
         *_activation_reasons(config),
         *_graph_reasons(config),
         *_offload_reasons(config),

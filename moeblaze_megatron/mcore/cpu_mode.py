@@ -1,16 +1,17 @@
 """CPU mode: run megatron.core and megatron.training over gloo on a machine without a GPU.
 
 For development, CI and newcomers. It says nothing about speed, memory, NCCL or overlap, and where
-a GPU is present it does nothing. No installed file is edited; Megatron asks for four things that a
+a GPU is present it does nothing. No installed file is edited; Megatron asks for five things that a
 CPU can stand in for:
 
     device   every `cuda` device argument becomes `cpu`
     streams  one thread runs everything in order, so streams and events are no-ops
     rng      the tracker of "CUDA" generators saves and restores the CPU generator
     checks   "is there CUDA", `p.type() == "torch.cuda.FloatTensor"` and split sizes as numpy
+    gloo     gathers and scatters sizes that differ by rank, as NCCL does
 
-Seen to train with it (Megatron-Core 0.19, no Transformer Engine, no Apex): EP 1, 2 and 4, PP 2
-with and without virtual stages, data parallelism with overlapped reduction, the distributed
+Seen to train with it (Megatron-Core 0.19, no Transformer Engine, no Apex): EP 1, 2 and 4, expert TP
+2, PP 2 with and without virtual stages, data parallelism with overlapped reduction, the distributed
 optimizer, fp32 and bf16, full and selective recompute, dropout, multi-token prediction, saving and
 resuming. Not possible, since Megatron wants Transformer Engine or Apex for it: MoE with TP > 1,
 context parallelism, resuming a run of the distributed optimizer. Nor does Transformer Engine run.
@@ -51,6 +52,7 @@ def install_cpu_mode(training=False):
         # Megatron compiles its small fusions; on a CPU that costs minutes and gains nothing.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
+        _patch_gloo()
         _patch_megatron_core()
     if training:
         _patch_megatron_training()
@@ -144,6 +146,37 @@ def _patch_torch():
     _patch(torch.nn.Module, "cuda", lambda self, device=None: self)
     _CudaToCpu().__enter__()
     _patched.append("cuda device arguments")
+
+
+def _patch_gloo():
+    """Where sizes differ by rank, which gloo refuses: one broadcast, or one reduction, for each."""
+    from torch import distributed
+
+    all_gather, reduce_scatter = distributed.all_gather, distributed.reduce_scatter
+
+    def differ(tensors):
+        return len({tensor.shape for tensor in tensors}) > 1
+
+    def uneven_all_gather(tensor_list, tensor, group=None, async_op=False):
+        if async_op or not differ(tensor_list):
+            return all_gather(tensor_list, tensor, group, async_op)
+        tensor_list[distributed.get_rank(group)].copy_(tensor)
+        for source, part in enumerate(tensor_list):
+            distributed.broadcast(part, group=group, group_src=source)
+
+    def uneven_reduce_scatter(
+        output, input_list, op=distributed.ReduceOp.SUM, group=None, async_op=False
+    ):
+        if async_op or not differ(input_list):
+            return reduce_scatter(output, input_list, op, group, async_op)
+        for target, part in enumerate(input_list):
+            total = part.clone()
+            distributed.all_reduce(total, op, group)
+            if target == distributed.get_rank(group):
+                output.copy_(total)
+
+    _patch(distributed, "all_gather", uneven_all_gather)
+    _patch(distributed, "reduce_scatter", uneven_reduce_scatter)
 
 
 def _patch_megatron_core():

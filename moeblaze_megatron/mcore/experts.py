@@ -133,6 +133,7 @@ class MoEBlazeExperts(MegatronModule):
         self.ep_group = pg_collection.ep
         self.tp_group = pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
+        self.receives = get_pg_size(self.ep_group) * get_pg_size(self.tp_group) > 1
 
         H = getattr(config, "moe_latent_size", None) or config.hidden_size
         F = config.moe_ffn_hidden_size // get_pg_size(self.tp_group)
@@ -156,13 +157,17 @@ class MoEBlazeExperts(MegatronModule):
     def forward(
         self, x: torch.Tensor, index_lists: IndexLists, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """x [T, H], probs [T, E] -> output [T, H] summed over experts, and no bias."""
+        """x [T, H] -> output [T, H] summed over the experts of this rank, and no bias.
+
+        probs [T, E] are the router's own or, of tokens from other ranks, [T, K] beside
+        `index_lists.token_expert_indices`; with expert TP, output is this rank's part of the sum.
+        """
         workspace = getattr(self.config, "moeblaze_workspace_mb", None)
         output = moeblaze_experts(
             x,
             self.linear_fc1(),
             self.linear_fc2(),
-            probs=probs,
+            **{"topk_probs" if self.receives else "probs": probs},
             index_lists=index_lists,
             activation=self.activation,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,

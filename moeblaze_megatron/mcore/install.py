@@ -86,6 +86,14 @@ def _with_flags(add_arguments: Callable) -> Callable:
             "and run their first GEMM again there: least memory, 22 percent more FLOPs when gated.",
         )
         group.add_argument(
+            "--moeblaze-report-rows",
+            action="store_true",
+            help="With expert parallelism, let the launcher print at the end how many rows rank 0 "
+            "sent and how many it saved. A token is sent once to each rank that holds any of its "
+            "experts, not once for each expert, which pays where ranks are few beside "
+            "--moe-router-topk: at top 8 a third of the rows with 8 ranks, 3 percent with 64.",
+        )
+        group.add_argument(
             "--moeblaze-check-routing",
             action="store_true",
             help="Check on the device that no token has more than --moe-router-topk experts. Each "

@@ -25,7 +25,11 @@ def kernels_for(tensor: torch.Tensor) -> ModuleType:
 
 
 def index_lists_from_topk(
-    topk_indices: torch.Tensor, num_experts: int, *, check: bool = False
+    topk_indices: torch.Tensor,
+    num_experts: int,
+    *,
+    max_rows: int | None = None,
+    check: bool = False,
 ) -> IndexLists:
     """Index lists of a routing given by expert ids.
 
@@ -34,6 +38,8 @@ def index_lists_from_topk(
             expert that a token names twice gets two rows, unless `check` refuses both. Contiguous
             int32 ids become part of the lists without a copy: do not write over them.
         num_experts: E, at most 1,024; K at most 32.
+        max_rows: the number of ids that name an expert, or a bound on it, where the caller knows
+            one below T*K; buffers are sized by it and rows past it are written out of bounds.
         check: look at the ids, which waits for the device; always done on the CPU.
     Raises:
         ValueError: sizes out of range or, when checked, ids out of range or named twice.
@@ -52,7 +58,7 @@ def index_lists_from_topk(
     elif topk_indices.dtype is torch.int64:  # so that none wraps into 0..E-1 as int32
         topk_indices = topk_indices.clamp(-1, num_experts)
     topk_indices = topk_indices.to(torch.int32).contiguous()
-    return kernels_for(topk_indices).index_lists(topk_indices, num_experts)
+    return kernels_for(topk_indices).index_lists(topk_indices, num_experts, max_rows)
 
 
 def index_lists_from_routing_map(
@@ -75,16 +81,21 @@ def index_lists_from_routing_map(
     ):
         raise ValueError(f"routing_map must be a [T, E] bool tensor; got {_described(routing_map)}")
     _check_sizes(routing_map.shape[1], topk)
-    if (check or not routing_map.is_cuda) and routing_map.shape[0]:
-        most = int(routing_map.sum(1).max())
-        if most > topk:
-            raise ValueError(
-                f"routing_map has a token with {most} experts, but topk={topk}; pass topk={most}"
-            )
+    if check or not routing_map.is_cuda:
+        check_experts_per_token(routing_map, topk)
     ops = kernels_for(routing_map)
     return ops.index_lists(
         ops.topk_indices_from_routing_map(routing_map, topk), routing_map.shape[1]
     )
+
+
+def check_experts_per_token(routing_map: torch.Tensor, topk: int) -> None:
+    """Raises ValueError if a row of [T, E] has more than `topk` experts; waits for the device."""
+    most = int(routing_map.sum(1).max()) if routing_map.numel() else 0
+    if most > topk:
+        raise ValueError(
+            f"routing_map has a token with {most} experts, but topk={topk}; pass topk={most}"
+        )
 
 
 def _described(value: object) -> str:
@@ -380,15 +391,18 @@ def _check_arguments(
         K = topk_indices.shape[1] if topk_indices.dim() == 2 else "K"
         expect("topk_indices", topk_indices, (T, K))
         expect("topk_probs", topk_probs, tuple(topk_indices.shape))
-    elif given == (True, False, False, False, True):
-        expect("probs", probs, (T, E))
+    elif given in ((True, False, False, False, True), (False, False, False, True, True)):
+        if topk_probs is None:
+            expect("probs", probs, (T, E))
+        else:
+            expect("topk_probs", topk_probs, (T, lists.topk))
         expect("index_lists", lists.token_index_map, (T, lists.topk))
         if lists.num_experts != E:
             reasons.append(f"index_lists has {lists.num_experts} experts, the weights {E}")
     else:
         reasons.append(
             "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
-            "or probs and index_lists"
+            "or index_lists with probs or topk_probs"
         )
     if topk is not None and routing_map is None:
         reasons.append(f"topk={topk!r} goes with routing_map only")
@@ -440,7 +454,7 @@ def moeblaze_experts(
     * `probs` [T, E] and `routing_map` [T, E] bool, as Megatron's router returns them, with `topk`
       the most experts a token can have (default: counted, which waits for the device);
     * `topk_indices` [T, K] integer (-1 = no expert) and `topk_probs` [T, K];
-    * `probs` [T, E] and `index_lists`, built once from either.
+    * `index_lists`, built once from either, and `probs` [T, E] or `topk_probs` [T, K].
 
     Args:
         x: [T, H] bf16, fp16 or fp32 (fp64 on the CPU too).

@@ -22,8 +22,9 @@ class IndexLists:
     """Routing of T tokens to E experts as index lists (MoEBlaze paper, section 4; all int32).
 
     Rows are ordered by expert, then by token, which is the order of Megatron's `permute`.
-    Buffers are sized by the bound R_max = T*K; the rows in use, R = expert_token_offsets[E], are
-    known on the device only and entries past them are undefined.
+    Buffers are sized by the bound R_max, T*K unless the builder is given a lower one; the rows in
+    use, R = expert_token_offsets[E], are known on the device only and entries past them are
+    undefined.
 
     Attributes:
         tokens_per_expert: [E] rows of each expert.
@@ -57,8 +58,8 @@ class IndexLists:
 
     @property
     def max_rows(self) -> int:
-        """Rows to allocate: the bound T*K, and one for an empty batch (no kernel reads it)."""
-        return max(1, self.token_index_map.numel())
+        """Rows to allocate: the bound, and one for an empty batch (no kernel reads it)."""
+        return self.expert_token_indices.shape[0]
 
     @property
     def num_tiles(self) -> int:
@@ -218,7 +219,9 @@ def _place_kernel(
     tl.store(expert_token_indices_ptr + row, entry // K, mask=placed)
 
 
-def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
+def index_lists(
+    topk_indices: torch.Tensor, num_experts: int, max_rows: int | None = None
+) -> IndexLists:
     """Builds the lists in three steps without a sort, an atomic or a host read.
 
     Counts per chunk of pairs, a prefix sum over chunks, then each pair's place: its expert's
@@ -228,11 +231,13 @@ def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
     Args:
         topk_indices: [T, K] int32, -1 = none. A token that names an expert twice gets two rows.
         num_experts: E.
+        max_rows: a bound on R known to be below T*K.
     """
     T, K = topk_indices.shape
     E, pairs = num_experts, topk_indices.numel()
+    bound = pairs if max_rows is None else max_rows
     num_chunks = triton.cdiv(pairs, ENTRIES)
-    num_tiles = max_tiles(pairs, E)
+    num_tiles = max_tiles(bound, E)
 
     def empty(*shape):
         return topk_indices.new_empty(shape, dtype=torch.int32)
@@ -240,7 +245,7 @@ def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
     lists = IndexLists(
         tokens_per_expert=empty(E),
         expert_token_offsets=empty(E + 1),
-        expert_token_indices=empty(max(1, pairs)),
+        expert_token_indices=empty(max(1, bound)),
         token_expert_indices=topk_indices,
         token_index_map=empty(T, K),
         tile_expert=empty(num_tiles),

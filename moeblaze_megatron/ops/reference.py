@@ -63,7 +63,9 @@ def topk_indices_from_routing_map(routing_map: torch.Tensor, topk: int) -> torch
     return out
 
 
-def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
+def index_lists(
+    topk_indices: torch.Tensor, num_experts: int, max_rows: int | None = None
+) -> IndexLists:
     """A stable sort by expert in place of counting; see the kernels for the shapes."""
     T, K = topk_indices.shape
     flat = topk_indices.flatten().long()
@@ -74,11 +76,12 @@ def index_lists(topk_indices: torch.Tensor, num_experts: int) -> IndexLists:
     pairs = pairs[flat[pairs].argsort(stable=True)]
     token_index_map = torch.full_like(flat, -1)
     token_index_map[pairs] = torch.arange(pairs.numel(), device=flat.device)
-    expert_token_indices = flat.new_zeros(max(1, flat.numel()))
+    bound = flat.numel() if max_rows is None else max_rows
+    expert_token_indices = flat.new_zeros(max(1, bound))
     expert_token_indices[: pairs.numel()] = pairs // K
 
     tiles = (tokens_per_expert + BLOCK_R - 1) // BLOCK_R
-    tile_expert = flat.new_full((max_tiles(flat.numel(), num_experts),), -1)
+    tile_expert = flat.new_full((max_tiles(bound, num_experts),), -1)
     tile_row_start = tile_expert.clone()
     expert = torch.arange(num_experts, device=flat.device).repeat_interleave(tiles)
     nth = torch.arange(expert.numel(), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]

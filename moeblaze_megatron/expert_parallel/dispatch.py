@@ -1,0 +1,298 @@
+"""Dispatch by rank, and combine: autograd functions around one local layer of experts.
+
+A token is sent once to each rank that holds any of its experts, with its local experts and probs;
+the rank returns one row, the sum over those experts, and the rows of a token are summed at home.
+
+T tokens, K experts per token, E experts on this rank, EP ranks that share the experts, ETP ranks
+that share each expert's weights, H hidden size, k = min(K, E) local experts of a row.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moeblaze_megatron.expert_parallel.exchange import (
+    ExpertGroups,
+    SplitExchange,
+    Splits,
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+)
+from moeblaze_megatron.ops.experts import (
+    check_experts_per_token,
+    index_lists_from_routing_map,
+    index_lists_from_topk,
+    kernels_for,
+)
+from moeblaze_megatron.ops.index_lists import IndexLists
+
+ID = torch.int16  # an expert id on the wire; ops.index_lists.MAX_EXPERTS fits
+
+
+@dataclass
+class RowCounter:
+    """What dispatches sent; counted on the host from numbers that are there already.
+
+    Attributes:
+        dispatches: forward passes counted; a pass that is recomputed sends, and counts, twice.
+        tokens: T, summed.
+        rows: rows sent, the sender's own included, as in T*D with D = EP (1 - (1 - 1/EP)^K).
+        rows_away: those of them that left for another rank.
+        pairs: (token, expert) pairs: the rows that a dispatch by expert would have sent, T*K.
+    """
+
+    dispatches: int = 0
+    tokens: int = 0
+    rows: int = 0
+    rows_away: int = 0
+    pairs: int = 0
+
+    def add(self, tokens: int, splits: Splits, rank: int) -> None:
+        self.dispatches += 1
+        self.tokens += tokens
+        self.rows += sum(splits.send)
+        self.rows_away += sum(splits.send) - splits.send[rank]
+        self.pairs += splits.sent_pairs
+
+    def __str__(self) -> str:
+        saved = 1 - self.rows / self.pairs if self.pairs else 0.0
+        return (
+            f"{self.tokens} tokens sent as {self.rows} rows in {self.dispatches} dispatches, "
+            f"{self.rows_away} of them to other ranks; by expert: {self.pairs} ({saved:.0%} saved)"
+        )
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of one forward pass go; its backward passes and `combine` read it.
+
+    Attributes:
+        groups: the process groups.
+        tokens: T.
+        num_experts: E.
+        rank_lists: index lists with ranks in the place of experts; None with one rank.
+        splits: the sizes, once `dispatch` knows them.
+    """
+
+    groups: ExpertGroups
+    tokens: int
+    num_experts: int
+    rank_lists: IndexLists | None
+    splits: Splits | None = None
+
+    def pairs(self) -> torch.Tensor:
+        """[rows] int64: row r goes to rank d for token t, t*EP + d; past the rows in use, -1.
+
+        That is the row of [T*EP, E] where the local columns of the routing stand.
+        """
+        offsets = self.rank_lists.expert_token_offsets.long()
+        row = torch.arange(self.rank_lists.token_index_map.numel(), device=offsets.device)
+        rank = torch.bucketize(row, offsets[1:], right=True)
+        token = self.rank_lists.expert_token_indices[: row.numel()].long()
+        return (token * self.groups.ep_size + rank).where(rank < self.groups.ep_size, -1)
+
+    def places(self, ids: torch.Tensor) -> torch.Tensor:
+        """[rows, k] local experts -> [rows, k] places of their probs in the flat [T, EP*E], or -1.
+
+        A place is used by one row only.
+        """
+        if self.rank_lists is None:
+            pair = torch.arange(self.tokens, device=ids.device)
+        else:
+            pair = self.pairs()[: ids.shape[0]]
+        return (pair[:, None] * self.num_experts + ids).where(ids >= 0, -1)
+
+
+@dataclass(frozen=True)
+class PendingDispatch:
+    """A dispatch that is known on the device but not, yet, on the host.
+
+    Attributes:
+        route: where its rows go.
+        ids: [rows, k] int32 local experts of each row, -1 = none. Sized by the bound T*min(K, EP);
+            rows past those in use hold -1.
+        exchange: the exchange of split sizes under way; None with one expert-parallel rank.
+        counters: where rows are counted.
+    """
+
+    route: Route
+    ids: torch.Tensor
+    exchange: SplitExchange | None
+    counters: tuple[RowCounter, ...]
+
+    def wait(self) -> Splits:
+        """The sizes. With one expert-parallel rank, T is equal on the expert-TP ranks."""
+        if self.exchange is not None:
+            return self.exchange.wait()
+        tokens, ranks, pairs = self.route.tokens, self.route.groups.tp_size, self.ids.numel()
+        return Splits([tokens], [tokens], [tokens] * ranks, pairs, pairs * ranks)
+
+
+@torch.no_grad()
+def start_dispatch(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    topk: int,
+    groups: ExpertGroups,
+    *,
+    counters: tuple[RowCounter, ...] = (),
+    check: bool = False,
+) -> PendingDispatch:
+    """Lists who gets what, and starts telling every rank how much.
+
+    Args:
+        x: [T, H]; only its shape and dtype are looked at.
+        probs: [T, EP*E], likewise.
+        routing_map: [T, EP*E] bool, at most `topk` experts in a row.
+        topk: K.
+        counters: count rows, once `dispatch` knows them.
+        check: look for rows with more than K experts, which waits for the device; always done on
+            the CPU.
+    Raises:
+        ValueError: experts that do not divide by EP; when checked, a row with more than K experts.
+    """
+    T, num_experts = routing_map.shape
+    EP = groups.ep_size
+    if num_experts % EP:
+        raise ValueError(
+            f"{num_experts} experts do not divide by {EP} expert-parallel ranks; change either"
+        )
+    if check or not routing_map.is_cuda:
+        check_experts_per_token(routing_map, topk)
+    E, ops = num_experts // EP, kernels_for(routing_map)
+    k = min(topk, E)
+    if EP == 1:
+        ids = ops.topk_indices_from_routing_map(routing_map, k)
+        return PendingDispatch(Route(groups, T, E, None), ids, None, counters)
+    by_rank = routing_map.view(T, EP, E)
+    rank_lists = index_lists_from_routing_map(by_rank.any(2), min(topk, EP))
+    row_bytes = x.shape[1] * x.element_size() + k * (probs.element_size() + ID.itemsize)
+    pairs = by_rank.sum((0, 2), dtype=torch.int32)
+    exchange = SplitExchange(rank_lists.tokens_per_expert, pairs, row_bytes, groups)
+    route = Route(groups, T, E, rank_lists)
+    pair = route.pairs()
+    local_map = by_rank.flatten(0, 1)[pair.clamp(min=0)] & (pair >= 0)[:, None]
+    ids = ops.topk_indices_from_routing_map(local_map, k)
+    return PendingDispatch(route, ids, exchange, counters)
+
+
+def _to_wire(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Probs and int32 ids [rows, k] as one buffer of bytes, for one exchange of both."""
+    return torch.cat([probs.view(torch.uint8), ids.to(ID).view(torch.uint8)], 1)
+
+
+def _from_wire(wire: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    k = wire.shape[1] // (dtype.itemsize + ID.itemsize)
+    probs, ids = wire.split([k * dtype.itemsize, k * ID.itemsize], 1)
+    return probs.contiguous().view(dtype), ids.contiguous().view(ID).int()
+
+
+class _Dispatch(torch.autograd.Function):
+    """recv_x = all_to_all(gather(x)), with probs and ids; all-gathered over expert TP."""
+
+    @staticmethod
+    def forward(ctx, x, probs, pending):
+        route, groups, ops = pending.route, pending.route.groups, kernels_for(x)
+        # Buffers of the bound's size need no split sizes, which arrive meanwhile.
+        places = route.places(pending.ids)
+        send_probs = probs.flatten()[places.clamp(min=0)].where(places >= 0, 0)
+        ids, rows = pending.ids.to(ID), x
+        wire = _to_wire(send_probs, ids)
+        if route.rank_lists is not None:
+            rows = ops.gather(x, route.rank_lists, x.new_empty(ids.shape[0], x.shape[1]), 0)
+        splits = pending.wait()
+        if route.rank_lists is not None:
+            used = sum(splits.send)
+            ids = ids[:used].clone()
+            wire = all_to_all(wire[:used], splits.send, splits.recv, groups.ep)
+            rows = all_to_all(rows[:used], splits.send, splits.recv, groups.ep)
+        if groups.tp_size > 1:
+            wire = all_gather(wire, splits.gathered, groups.tp)
+            rows = all_gather(rows, splits.gathered, groups.tp)
+        recv_probs, recv_ids = _from_wire(wire, probs.dtype)
+        ctx.mark_non_differentiable(recv_ids)
+        ctx.save_for_backward(ids)
+        ctx.route, ctx.probs_shape = replace(route, splits=splits), probs.shape
+        return rows, recv_probs, recv_ids, ctx.route
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_probs, _grad_ids, _grad_route):
+        (ids,), route = ctx.saved_tensors, ctx.route
+        groups, splits = route.groups, route.splits
+        grad_rows, grad_probs = grad_rows.contiguous(), grad_probs.contiguous()
+        if groups.tp_size > 1:
+            grad_probs = reduce_scatter(grad_probs, splits.gathered, groups.tp)
+            grad_rows = reduce_scatter(grad_rows, splits.gathered, groups.tp)
+        grad_x = grad_rows
+        if route.rank_lists is not None:
+            grad_probs = all_to_all(grad_probs, splits.recv, splits.send, groups.ep)
+            grad_rows = all_to_all(grad_rows, splits.recv, splits.send, groups.ep)
+            # grad_x[t] = sum over ranks of grad_rows
+            grad_x = grad_rows.new_empty(route.tokens, grad_rows.shape[1])
+            kernels_for(grad_rows).combine(grad_rows, route.rank_lists, grad_x, 0)
+        # Probs that were not sent have no gradient; slots without a prob go past the end.
+        places, size = route.places(ids), ctx.probs_shape.numel()
+        flat = grad_probs.new_zeros(size + 1)
+        flat.scatter_(0, places.where(places >= 0, size).flatten(), grad_probs.flatten())
+        return grad_x, flat[:size].view(ctx.probs_shape), None
+
+
+class _Combine(torch.autograd.Function):
+    """output[t] = sum over ranks of all_to_all(expert_output); over expert TP summed before."""
+
+    @staticmethod
+    def forward(ctx, rows, route):
+        groups, splits = route.groups, route.splits
+        ctx.route = route
+        rows = rows.contiguous()
+        if groups.tp_size > 1:
+            rows = reduce_scatter(rows, splits.gathered, groups.tp)
+        if route.rank_lists is None:
+            return rows
+        rows = all_to_all(rows, splits.recv, splits.send, groups.ep)
+        output = rows.new_empty(route.tokens, rows.shape[1])
+        return kernels_for(rows).combine(rows, route.rank_lists, output, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        route = ctx.route
+        groups, splits = route.groups, route.splits
+        rows = grad_output.contiguous()
+        if route.rank_lists is not None:
+            send = rows.new_empty(sum(splits.send), rows.shape[1])
+            send = kernels_for(rows).gather(rows, route.rank_lists, send, 0)
+            rows = all_to_all(send, splits.send, splits.recv, groups.ep)
+        if groups.tp_size > 1:
+            rows = all_gather(rows, splits.gathered, groups.tp)
+        return rows, None
+
+
+def dispatch(
+    x: torch.Tensor, probs: torch.Tensor, pending: PendingDispatch
+) -> tuple[torch.Tensor, torch.Tensor, IndexLists, Route]:
+    """Sends the tokens; waits for the split sizes if EP > 1.
+
+    Args:
+        x: [T, H].
+        probs: [T, EP*E], in any floating dtype, which it keeps.
+    Returns:
+        recv_x [T', H] and topk_probs [T', k], differentiable, the index lists of the received rows
+        over the local experts, and the route back for `combine`.
+    Raises:
+        ValueError: ranks disagree about what is sent.
+    """
+    recv_x, recv_probs, recv_ids, route = _Dispatch.apply(x.contiguous(), probs, pending)
+    for counter in pending.counters:
+        counter.add(route.tokens, route.splits, route.groups.ep.rank())
+    lists = index_lists_from_topk(recv_ids, route.num_experts, max_rows=route.splits.pairs)
+    return recv_x, recv_probs, lists, route
+
+
+def combine(expert_output: torch.Tensor, route: Route) -> torch.Tensor:
+    """One row per received row, summed over its local experts, [T', H] -> output [T, H]."""
+    return _Combine.apply(expert_output, route)

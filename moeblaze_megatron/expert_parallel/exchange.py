@@ -1,0 +1,181 @@
+"""Rows between ranks: collectives whose sizes differ by rank, and the exchange of those sizes.
+
+Every rank of a group takes part in each of these, with or without rows, in the same order.
+
+H hidden size (or the bytes of a row's routing), EP ranks that share the experts, ETP ranks that
+share each expert's weights.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The process groups of one rank's experts.
+
+    Attributes:
+        ep: the EP ranks that hold different experts; rank d holds experts d*E to d*E + E - 1.
+        tp: the ETP ranks that hold slices of the same experts, and tokens of their own.
+    """
+
+    ep: dist.ProcessGroup
+    tp: dist.ProcessGroup
+
+    @functools.cached_property
+    def ep_size(self) -> int:
+        return self.ep.size()
+
+    @functools.cached_property
+    def tp_size(self) -> int:
+        return self.tp.size()
+
+
+def all_to_all(
+    rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """[sum(send_splits), H], in the order of the ranks they go to -> [sum(recv_splits), H]."""
+    out = rows.new_empty(sum(recv_splits), *rows.shape[1:])
+    dist.all_to_all_single(out, rows, recv_splits, send_splits, group=group)
+    return out
+
+
+def all_gather(rows: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The [sizes[p], H] of every rank p, one after the other: [sum(sizes), H].
+
+    One broadcast for each rank, which is what NCCL's all-gather of uneven sizes is too.
+    """
+    out = rows.new_empty(sum(sizes), *rows.shape[1:])
+    parts = out.split(sizes)
+    parts[group.rank()].copy_(rows)
+    waiting = [
+        dist.broadcast(part, group=group, group_src=source, async_op=True)
+        for source, part in enumerate(parts)
+        if sizes[source]
+    ]
+    for work in waiting:
+        work.wait()
+    return out
+
+
+def reduce_scatter(rows: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the ranks of their [sum(sizes), H], of which rank p keeps its own [sizes[p], H].
+
+    Summed at the receiver in fp32 or wider and in the order of ranks, so that results repeat.
+    """
+    mine, ranks = sizes[group.rank()], group.size()
+    partial = all_to_all(rows, sizes, [mine] * ranks, group).view(ranks, mine, *rows.shape[1:])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return partial.sum(0, dtype=wide).to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many rows one dispatch moves, on the host.
+
+    Attributes:
+        send: [EP] rows from this rank to each, itself included.
+        recv: [EP] rows from each to this rank.
+        gathered: [ETP] rows that each rank of the expert-TP group received.
+        sent_pairs: (token, expert) pairs that the sent rows stand for.
+        pairs: (token, local expert) pairs among all gathered rows, at most.
+    """
+
+    send: list[int]
+    recv: list[int]
+    gathered: list[int]
+    sent_pairs: int
+    pairs: int
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class SplitExchange:
+    """Tells every rank how much it will receive; started early, read late.
+
+    On CUDA the exchange and the copy to the host run on a stream of their own, and `wait` is the
+    one host synchronisation of a layer.
+    """
+
+    def __init__(
+        self, rows: torch.Tensor, pairs: torch.Tensor, row_bytes: int, groups: ExpertGroups
+    ):
+        """Starts the exchange.
+
+        Args:
+            rows: [EP] integer, rows from this rank to each.
+            pairs: [EP] integer, the (token, expert) pairs that they stand for.
+            row_bytes: bytes of one row and its routing, in which all ranks have to agree.
+        """
+        self.groups, self.row_bytes = groups, row_bytes
+        if not rows.is_cuda:
+            self.host, self.event = self._exchange(rows, pairs), None
+            return
+        stream = _side_stream(rows.device)
+        stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(stream):
+            rows.record_stream(stream)
+            pairs.record_stream(stream)
+            numbers = self._exchange(rows, pairs)
+            self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.host.copy_(numbers, non_blocking=True)
+            self.event = stream.record_event()
+
+    def _exchange(self, rows: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        """[2*EP*3 + ETP*2]: what was sent, what arrived, and the totals of the expert-TP ranks."""
+        sent = torch.stack([rows, pairs, torch.full_like(rows, self.row_bytes)], 1)
+        sent = sent.to(torch.int64)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.groups.ep)
+        totals = received[:, :2].sum(0)
+        if self.groups.tp_size > 1:
+            gathered = totals.new_empty(self.groups.tp_size * 2)
+            dist.all_gather_into_tensor(gathered, totals, group=self.groups.tp)
+            totals = gathered
+        return torch.cat([sent.flatten(), received.flatten(), totals])
+
+    def wait(self) -> Splits:
+        """The sizes, once they are there.
+
+        Raises:
+            ValueError: what a rank announces cannot be: rows of another size than this rank's, or
+                numbers of rows and pairs that do not go together.
+        """
+        if self.event is not None:
+            self.event.synchronize()
+        ep = self.groups.ep_size
+        numbers = self.host.tolist()
+        sent = [numbers[3 * d : 3 * d + 3] for d in range(ep)]
+        received = [numbers[3 * d : 3 * d + 3] for d in range(ep, 2 * ep)]
+        totals = numbers[6 * ep :]
+        self._check(received)
+        return Splits(
+            send=[rows for rows, _, _ in sent],
+            recv=[rows for rows, _, _ in received],
+            gathered=totals[::2],
+            sent_pairs=sum(pairs for _, pairs, _ in sent),
+            pairs=sum(totals[1::2]),
+        )
+
+    def _check(self, received: list[list[int]]) -> None:
+        reasons = []
+        for rank, (rows, pairs, row_bytes) in enumerate(received):
+            if row_bytes != self.row_bytes:
+                reasons.append(
+                    f"rank {rank} sends rows of {row_bytes} bytes (hidden states, probs and expert "
+                    f"ids), but this rank, {self.groups.ep.rank()}, of {self.row_bytes}; give all "
+                    "ranks the same hidden size, dtypes, number of experts and topk"
+                )
+            elif not 0 <= rows <= pairs:
+                reasons.append(
+                    f"rank {rank} announces {rows} rows for {pairs} (token, expert) pairs; each "
+                    "row stands for one pair or more"
+                )
+        if reasons:
+            raise ValueError("expert-parallel ranks disagree: " + "; ".join(reasons))

@@ -1,0 +1,259 @@
+"""Expert parallelism and expert TP on the CPU, over gloo, beside Megatron's alltoall dispatcher.
+
+The checks themselves are in ep_worker.py; one job for each number of processes runs all those that
+were selected, and each is a test here.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ep_worker import CHECKS
+from pretraining import needs_megatron_on_cpu, train
+
+pytestmark = needs_megatron_on_cpu
+
+TESTS = Path(__file__).parent
+
+
+def torchrun(processes, script, *arguments, env, timeout):
+    """Run a script under torchrun on the CPU; returns (exit code, output)."""
+    path = [str(TESTS.parent), str(TESTS), *(entry for entry in sys.path if entry)]
+    env = env | {"PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(processes), str(script), *map(str, arguments)),
+        ],
+        env=env | {"PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return result.returncode, result.stdout
+
+
+def run_checks(names, processes, results, env):
+    """{name: None, or the job's output where the check failed}.
+
+    A failed check ends its job; the next job goes on after it.
+    """
+    outcomes = {}
+    while names:
+        results.unlink(missing_ok=True)
+        code, output = torchrun(
+            processes,
+            TESTS / "ep_worker.py",
+            results,
+            *names,
+            env=env,
+            timeout=60 + 30 * len(names),
+        )
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+        passed = [line["passed"] for line in lines if "passed" in line]
+        outcomes |= dict.fromkeys(passed)
+        names = names[len(passed) :]
+        if names:
+            outcomes[names[0]] = f"exit code {code}\n{output[-6000:]}"
+            names = names[1:]
+    return outcomes
+
+
+@pytest.fixture(scope="session")
+def outcomes(request, plain_env, tmp_path_factory):
+    """Runs what this session selected with so many processes, at the first of them."""
+    selected = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if getattr(item, "function", None) is test_on_all_ranks
+    ]
+    found = {}
+
+    def outcome(name):
+        world = CHECKS[name].world
+        if name not in found:
+            names = [other for other in selected if CHECKS[other].world == world]
+            results = tmp_path_factory.mktemp("checks") / "results.jsonl"
+            found.update(run_checks(names, world, results, plain_env))
+        return found[name]
+
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if check.slow else [])
+        for name, check in sorted(CHECKS.items(), key=lambda item: item[1].world)
+    ],
+)
+def test_on_all_ranks(name, outcomes):
+    failure = outcomes(name)
+    assert failure is None, f"{name}, here because: {CHECKS[name].why}\n{failure}"
+
+
+def largest_difference(ours, theirs, key):
+    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
+    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
+
+
+PRETRAINING = {
+    "EP 2, PP 2": (
+        4,
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "the next micro-batches' forward passes come before this one's backward",
+        False,
+    ),
+    "EP 2, ETP 2": (
+        4,
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+        "uneven rows over expert TP, step after step",
+        True,
+    ),
+    "EP 2, recompute, overlap": (
+        4,
+        "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+        "parameters gathered late, gradients reduced early, collectives inside backward",
+        True,
+    ),
+    "EP 2, virtual PP": (
+        4,
+        "--num-layers 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "chunks of two models interleave",
+        True,
+    ),
+    "EP 4, PP 2": (
+        8,
+        "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2",
+        "one expert a rank",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if row[-1] else [])
+        for case, row in PRETRAINING.items()
+    ],
+)
+def test_trains_as_alltoall_does(case, plain_env, tmp_path):
+    processes, flags, why, _ = PRETRAINING[case]
+    runs = {}
+    for dispatcher in ("moeblaze", "alltoall"):
+        output, runs[dispatcher] = train(
+            tmp_path,
+            dispatcher,
+            *flags.split(),
+            "--moeblaze-report-rows",
+            iters=20,
+            env=plain_env,
+            processes=processes,
+        )
+        assert ("built with MoEBlazeTokenDispatcher" in output) == (dispatcher == "moeblaze")
+        sent = re.findall(r"moeblaze, rank 0: (\d+) tokens sent as (\d+) rows", output)
+        assert len(sent) == 1 and (int(sent[0][1]) > 0) == (dispatcher == "moeblaze")
+    ours, theirs = runs["moeblaze"], runs["alltoall"]
+    assert len(ours) == 20 and ours[-1]["loss"] < ours[0]["loss"] - 1, why
+    assert largest_difference(ours, theirs, "loss") < 1e-4, why
+    assert largest_difference(ours, theirs, "grad_norm") < 1e-3, why
+
+
+DYING = """
+import os, signal, sys
+from datetime import timedelta
+
+import torch
+
+from moeblaze_megatron.expert_parallel import ExpertGroups, combine, dispatch, start_dispatch
+
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+rank = torch.distributed.get_rank()
+alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+groups = ExpertGroups(torch.distributed.group.WORLD, alone)
+x = torch.randn(9, 8, requires_grad=True)
+routing_map = torch.ones(9, 4, dtype=torch.bool)
+pending = start_dispatch(x, routing_map.float(), routing_map, 4, groups)
+rows, _, _, route = dispatch(x, routing_map.float(), pending)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.autograd.backward(combine(rows, route), x.detach())
+"""
+
+
+def test_rank_that_dies_ends_the_job(tmp_path, plain_env):
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    start = time.monotonic()
+    code, output = torchrun(2, script, env=plain_env, timeout=60)
+    assert code != 0 and time.monotonic() - start < 40
+    assert "Signal 9 (SIGKILL)" in output, output[-3000:]
+
+
+KERNELS = """
+import torch
+
+from moeblaze_megatron import moeblaze_experts
+from moeblaze_megatron.expert_parallel import ExpertGroups, combine, dispatch, start_dispatch
+from moeblaze_megatron.ops.experts import kernels, kernels_for
+from moeblaze_megatron.ops.reference import moe_reference
+
+T, K, E, H, F = 13, 3, 3, 16, 16  # E on each of 2 ranks
+torch.distributed.init_process_group("gloo")
+torch.use_deterministic_algorithms(True, warn_only=True)  # memory starts as NaN
+rank = torch.distributed.get_rank()
+alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+groups = ExpertGroups(torch.distributed.group.WORLD, alone)
+torch.manual_seed(rank)
+weights = [torch.randn(2 * E, *shape) for shape in ((2 * F, H), (H, F))]
+for weight in weights:
+    torch.distributed.broadcast(weight, 0)
+local = [w[rank * E : (rank + 1) * E].clone().requires_grad_() for w in weights]
+weights = [weight.requires_grad_() for weight in weights]
+
+x, grad_output = torch.randn(2, T, H).unbind()
+chosen = torch.rand(T, 2 * E).argsort(1)[:, :K]
+chosen[:4] = chosen[:4].where(chosen[:4] < E, -1)  # some tokens for rank 0 alone
+routing_map = torch.zeros(T, 2 * E + 1, dtype=torch.bool).scatter_(1, chosen % (2 * E + 1), True)
+routing_map = routing_map[:, : 2 * E].contiguous()
+probs = torch.rand(T, 2 * E) * routing_map
+
+def leaves():
+    return x.clone().requires_grad_(), probs.clone().requires_grad_()
+
+assert kernels_for(x) is kernels
+x_in, probs_in = leaves()
+pending = start_dispatch(x_in, probs_in, routing_map, K, groups)
+rows, topk_probs, lists, route = dispatch(x_in, probs_in, pending)
+assert lists.max_rows == int(lists.expert_token_offsets[-1]), "buffers are of the very size"
+output = moeblaze_experts(rows, *local, topk_probs=topk_probs, index_lists=lists)
+output = combine(output, route)
+torch.autograd.backward(output, grad_output)
+
+x_ref, probs_ref = leaves()
+expected = moe_reference(x_ref, *weights, chosen, probs_ref.gather(1, chosen.clamp(min=0)))
+torch.autograd.backward(expected, grad_output)
+pairs = [(output, expected), (x_in.grad, x_ref.grad), (probs_in.grad, probs_ref.grad)]
+for weight, whole in zip(local, weights):
+    torch.distributed.all_reduce(whole.grad)
+    pairs.append((weight.grad, whole.grad[rank * E : (rank + 1) * E]))
+for value, wanted in pairs:
+    assert value.shape == wanted.shape and (value - wanted).norm() < 1e-5 * wanted.norm()
+"""
+
+
+def test_kernels_dispatch_as_their_twins_do(tmp_path, plain_env):
+    """Triton's kernels, interpreted, where all the rest of this file runs the eager twins."""
+    script = tmp_path / "kernels.py"
+    script.write_text(KERNELS)
+    code, output = torchrun(2, script, env=plain_env | {"TRITON_INTERPRET": "1"}, timeout=120)
+    assert code == 0, output[-6000:]
