@@ -164,9 +164,10 @@ def parser() -> argparse.ArgumentParser:
                 + "; ".join(f"{known} = {shape}" for known, shape in SHAPES.items()),
             )
             command.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
-            command.add_argument(
-                "--peers", nargs="+", choices=PEERS, default=list(PEERS), help="systems to run"
-            )
+            if name != "kernels":  # those are this package's alone
+                command.add_argument(
+                    "--peers", nargs="+", choices=PEERS, default=list(PEERS), help="systems to run"
+                )
         command.add_argument(
             "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
         )

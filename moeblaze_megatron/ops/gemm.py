@@ -13,9 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeblaze_megatron.ops import hopper
 from moeblaze_megatron.ops.activation import GATED, activate
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import bind_device, input_precision, tile_for
-
-GROUP = 8  # row tiles that walk the columns together, so that a weight tile is reused from L2
+from moeblaze_megatron.ops.tiles import GROUP, bind_device, input_precision, tile_for
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:

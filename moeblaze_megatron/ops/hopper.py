@@ -27,12 +27,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeblaze_megatron.ops.activation import GATED
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import BLOCK_R, bind_device, interpreting
+from moeblaze_megatron.ops.tiles import BLOCK_R, GROUP, bind_device, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_F = 128  # of each accumulator of fc1
 BLOCK_N = 256
-GROUP = 8  # row tiles that walk the columns together, so that a weight tile is reused from L2
 LOADER_REGISTERS = 72
 WGRAD_REGISTERS = 104
 NUM_WARPS = 8  # of the warps that multiply: two warpgroups

@@ -17,6 +17,7 @@ def interpreting() -> bool:
 
 
 BLOCK_R = 16 if interpreting() else 128
+GROUP = 8  # row tiles that walk the columns together, so that a weight tile is reused from L2
 
 
 @dataclass(frozen=True)
