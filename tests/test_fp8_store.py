@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import LARGE, SMALL, Case, expected, operands, routing, run
+from cases import LARGE, Case, expected, operands, routing, run
 
 from moeblaze_megatron import IndexLists, index_lists_from_topk, moeblaze_experts
 from moeblaze_megatron.ops import experts, hopper, kernels, reference
@@ -159,9 +159,10 @@ def test_other_dtypes(dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
-def test_on_the_gpu(case, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case, dtype):
+    """The same bits again, too."""
     first, second = (check(case, "cuda", dtype) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name
@@ -196,11 +197,12 @@ def errors(got: dict, want: dict) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradient_error(activation, device, capsys):
+def test_gradient_error(activation, device, capsys, monkeypatch):
     """Against the default: not over twice what eager torch, in fp64, says that rounding does."""
-    case = Case(64, 64, 96, 4, 2, "gradient error", activation=activation)
-    if device == "cuda":
-        case = Case(4096, 1024, 768, 16, 4, "gradient error at size", activation=activation)
+    case = Case(4096, 1024, 768, 16, 4, "gradient error on a GPU", activation=activation)
+    if device == "cpu":  # the eager twins, which do not take the interpreter's time
+        case = Case(512, 256, 192, 8, 2, "gradient error", activation=activation)
+        monkeypatch.setattr(experts, "kernels_for", lambda tensor: reference)
     ids, probs = routing(case, device)
     tensors = operands(case, device, torch.bfloat16)
     default = run(layer_of(ids, activation), tensors, probs)
