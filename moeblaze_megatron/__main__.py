@@ -99,6 +99,7 @@ def main():
     if script:
         runpy.run_path(script, run_name="__main__")
     else:
+        check_own_script()
         from moeblaze_megatron import pretrain_gpt
 
         pretrain_gpt.main()
@@ -131,6 +132,19 @@ def check_packages():
             f"moeblaze_megatron: not installed: {', '.join(missing)}. In a clone of this repo "
             "`pip install -e '.[megatron]'` installs all that is needed (megatron-core 0.19 asks "
             f"for Python 3.12 or newer; this is {sys.version.split()[0]})."
+        )
+
+
+def check_own_script():
+    """Exit where this Megatron is too old for the package's own pretraining script."""
+    import megatron.core
+    from megatron.training import argument_utils
+
+    if not hasattr(argument_utils, "gpt_config_from_args"):  # 0.19 and newer
+        version = megatron.core.__version__.partition("+")[0]
+        sys.exit(
+            "moeblaze_megatron: the package's own script needs Megatron-Core 0.19 or newer, this "
+            f"is {version}: give the path of pretrain_gpt.py in a checkout of it"
         )
 
 
