@@ -22,7 +22,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
+    packages=[
+        *find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
+        "moeblaze_megatron.patches",
+    ],
+    package_dir={"moeblaze_megatron.patches": "patches"},
+    package_data={"moeblaze_megatron.patches": ["*.patch", "README.md"]},
     install_requires=["torch>=2.10", "triton>=3.6"],
     extras_require={"megatron": MEGATRON, "test": TEST},
 )
