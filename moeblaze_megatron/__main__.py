@@ -117,8 +117,8 @@ def report(*lines):
         print(*lines, sep="\n", flush=True)
 
 
-def check_packages():
-    """Exit naming every package that a pretraining run imports and that is not there."""
+def missing_packages():
+    """Those of PACKAGES that cannot be imported here."""
 
     def is_missing(name):
         try:
@@ -126,8 +126,12 @@ def check_packages():
         except ModuleNotFoundError:  # its parent package is missing
             return True
 
-    missing = [name for name in PACKAGES if is_missing(name)]
-    if missing:
+    return [name for name in PACKAGES if is_missing(name)]
+
+
+def check_packages():
+    """Exit naming every package that a pretraining run imports and that is not there."""
+    if missing := missing_packages():
         sys.exit(
             f"moeblaze_megatron: not installed: {', '.join(missing)}. In a clone of this repo "
             "`pip install -e '.[megatron]'` installs all that is needed (megatron-core 0.19 asks "
