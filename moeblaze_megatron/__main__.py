@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import pathlib
 import re
 import runpy
 import sys
@@ -95,6 +96,11 @@ def main():
             "over gloo. For development and CI; says nothing about speed, memory or NCCL.",
             f"CPU mode adds: {' '.join(added) or 'no flags'}",
         )
+    recorder = None
+    if folder := os.environ.get("MOEBLAZE_RECORD"):
+        from moeblaze_megatron.record import record
+
+        recorder = record(pathlib.Path(folder))
     sys.argv = [script or "pretrain_gpt.py", *arguments]
     if script:
         runpy.run_path(script, run_name="__main__")
@@ -103,6 +109,8 @@ def main():
         from moeblaze_megatron import pretrain_gpt
 
         pretrain_gpt.main()
+    if recorder:
+        recorder.finish()
     if "--moeblaze-report-rows" in arguments:
         from moeblaze_megatron.mcore import MoEBlazeTokenDispatcher
 
