@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from moeblaze_megatron import patch
+from moeblaze_megatron.mcore.install import TESTED_VERSIONS
 
 CHANGED = ["transformer/moe/moe_layer.py", "transformer/transformer_config.py"]
 
@@ -160,8 +161,6 @@ def test_unknown_trees_are_refused_with_the_nearest_release(tree, installed):
 
 
 def test_every_tested_release_has_a_patch():
-    from moeblaze_megatron.mcore.install import TESTED_VERSIONS
-
     releases = [found.release for found in patch.patches()]
     assert releases == [*TESTED_VERSIONS, "0.20"]
     for found in patch.patches():
@@ -169,6 +168,21 @@ def test_every_tested_release_has_a_patch():
     table = (patch.patch_folder() / "README.md").read_text()
     for found in patch.patches():
         assert f"| `{found.file.name}` | {found.about} |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", TESTED_VERSIONS)
+def test_fits_the_newest_wheel_of_each_release(release, tmp_path):
+    """Downloads the wheels from PyPI."""
+    for name in ("stock", "patched"):
+        run([sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--no-compile"]
+            + ["--target", tmp_path / name, f"megatron-core=={release}.*"])  # fmt: skip
+    patch.main(["--apply", str(tmp_path / "patched")])
+    core = [tmp_path / name / "megatron" / "core" for name in ("stock", "patched")]
+    assert patch.patch_for(core[1]).release == release
+    assert differing(*core) == CHANGED
+    patch.main(["--revert", str(tmp_path / "patched")])
+    assert differing(*core) == []
 
 
 def test_patched_megatron_needs_no_install(tree, plain_env):

@@ -124,7 +124,7 @@ def test_smallest_recipe_trains(plain_env):
 @pytest.mark.parametrize("dispatcher", estimate.DISPATCHERS)
 @in_megatron
 def test_what_experts_keep_is_what_autograd_keeps(dispatcher):
-    """Beside the layer's input; logits, probabilities and maps of the router are the rest, 5 percent."""
+    """Beside the layer's input; what the router keeps is the rest, at most 5 percent."""
     from moeblaze_megatron import quickstart
 
     sizes = quickstart.CPU_SIZES | {"hidden_size": 256, "moe_ffn_hidden_size": 192}
