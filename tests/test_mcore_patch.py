@@ -174,9 +174,9 @@ def test_every_tested_release_has_a_patch():
 @pytest.mark.parametrize("release", TESTED_VERSIONS)
 def test_fits_the_newest_wheel_of_each_release(release, tmp_path):
     """Downloads the wheels from PyPI."""
+    pip = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--no-compile"]
     for name in ("stock", "patched"):
-        run([sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--no-compile"]
-            + ["--target", tmp_path / name, f"megatron-core=={release}.*"])  # fmt: skip
+        run([*pip, "--target", tmp_path / name, f"megatron-core=={release}.*"])
     patch.main(["--apply", str(tmp_path / "patched")])
     core = [tmp_path / name / "megatron" / "core" for name in ("stock", "patched")]
     assert patch.patch_for(core[1]).release == release

@@ -1120,9 +1120,7 @@ def wgrad(
     transposed = gather == "b"
     if transposed:
         a, b = b, a
-    out_rows = out.as_strided(
-        ((E - 1) * out.stride(0) // out.stride(1) + rows, cols), (out.stride(1), 1)
-    )
+    out_rows = out.as_strided(((E - 1) * out.stride(0) // out.stride(1) + rows, cols), (out.stride(1), 1))
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
         None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
