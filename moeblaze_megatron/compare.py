@@ -107,12 +107,13 @@ def value_of(training: list[str], flag: str, default: int) -> int:
 
 
 def without(training: list[str], flag: str) -> list[str]:
-    """The command line without `flag` and its value."""
+    """The command line without `flag` and its values."""
     kept, skip = [], False
     for word in training:
-        if not skip and word != flag and not word.startswith(f"{flag}="):
+        if word.startswith("--"):
+            skip = word == flag or word.startswith(f"{flag}=")
+        if not skip:
             kept.append(word)
-        skip = word == flag
     return kept
 
 
@@ -381,7 +382,10 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
     training = arguments.training or default_training(arguments.out, TRY_ITERATIONS)
     start = value_of(training, "--micro-batch-size", 1)
     # The global batch follows the micro-batch then, one for each data-parallel rank.
-    for flag in ("--micro-batch-size", "--global-batch-size", "--rampup-batch-size"):
+    for flag in (
+        *("--micro-batch-size", "--global-batch-size", "--rampup-batch-size", "--train-samples"),
+        *("--lr-warmup-samples", "--lr-decay-samples", "--lr-warmup-fraction"),
+    ):
         training = without(training, flag)
     found = {}
     for dispatcher in arguments.dispatchers:

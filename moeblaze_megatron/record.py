@@ -46,6 +46,8 @@ class Recorder:
         loss = call["loss_dict"].get("lm loss")
         loss = None if loss is None else float(loss)  # waits for the device
         now = time.perf_counter()
+        if self.events and loss is None:  # not a last pipeline stage: nothing has waited yet
+            torch.cuda.synchronize()
         for name, start, end in self.events:
             self.phases[name] += start.elapsed_time(end)
         self.events.clear()

@@ -16,6 +16,8 @@ def test_flags_are_read_and_taken_out():
     assert compare.value_of(training, "--train-iters", 9) == 9
     assert compare.without(training, "--seed") == ["--micro-batch-size=4", "--lr", "1"]
     assert compare.without(training, "--micro-batch-size") == [*training[:2], *training[3:]]
+    ramp = ["--rampup-batch-size", "2", "2", "64", "--bf16"]
+    assert compare.without(ramp, "--rampup-batch-size") == ["--bf16"]
 
 
 def test_options_end_where_the_training_command_begins():
