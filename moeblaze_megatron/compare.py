@@ -24,7 +24,6 @@ import torch
 
 from moeblaze_megatron import quickstart
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
-from moeblaze_megatron.version import __version__
 
 # Flags that compare sets itself, or that would let the runs meet, and what to do about them.
 OWN_FLAGS = {
@@ -190,6 +189,7 @@ def read(folder: Path) -> dict:
     held = next((rank for rank in ranks if rank["held_bytes_per_token"] is not None), first)
     rows = [rank["rows_per_dispatch"] for rank in ranks if rank["rows_per_dispatch"]]
     return {
+        "versions": first["versions"],
         "iterations": [step["iteration"] for step in steps],
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
@@ -279,7 +279,7 @@ def table(report: dict) -> str:
     return (
         f"{text}\n\nmean difference of the losses in the second half of the run: "
         f"{ours:.6f} between the dispatchers, {noise:.6f} between two seeds: "
-        f"{verdict} the noise\n{note if report['cpu'] else ''}{report['versions']}"
+        f"{verdict} the noise\n{note if report['cpu'] else ''}{said(report['versions'])}"
     )
 
 
@@ -314,13 +314,9 @@ def plot(report: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
-def versions() -> str:
-    from megatron.core.package_info import __version__ as megatron_version
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return (
-        f"moeblaze-megatron {__version__}, megatron-core {megatron_version}, "
-        f"torch {torch.__version__}, {device}"
+def said(versions: dict[str, str]) -> str:
+    return ", ".join(
+        value if name == "device" else f"{name} {value}" for name, value in versions.items()
     )
 
 
@@ -348,8 +344,8 @@ def compare(arguments: argparse.Namespace) -> None:
             (folder / "finished.json").write_text(json.dumps(command))
         report["runs"][name] = read(folder)
     report["differences"] = differences(report)
-    report["cpu"] = not torch.cuda.is_available()
-    report["versions"] = versions()
+    report["versions"] = report["runs"][baseline].pop("versions")
+    report["cpu"] = report["versions"]["device"] == "CPU"
     text = table(report)
     (out / "report.json").write_text(json.dumps(report, indent=1))
     (out / "report.txt").write_text(text + "\n")
@@ -387,7 +383,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
         *("--lr-warmup-samples", "--lr-decay-samples", "--lr-warmup-fraction"),
     ):
         training = without(training, flag)
-    found = {}
+    found, versions = {}, {}
     for dispatcher in arguments.dispatchers:
 
         def fits(batch: int, dispatcher: str = dispatcher) -> bool:
@@ -407,16 +403,18 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
                         raise
                     result = False
                 (folder / "finished.json").write_text(json.dumps(command))
-            said = "fits" if result else "out of memory"
-            print(f"  {dispatcher:<10} micro-batch {batch:>5}: {said}", flush=True)
+            if result:
+                versions.update(json.loads((folder / "rank0.json").read_text())["versions"])
+            outcome = "fits" if result else "out of memory"
+            print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
             return result
 
         found[dispatcher] = largest(fits, start)
-    report = {"largest_micro_batch": found, "versions": versions()}
+    report = {"largest_micro_batch": found, "versions": versions}
     (arguments.out / "max_batch.json").write_text(json.dumps(report, indent=1))
     for dispatcher, batch in found.items():
         print(f"largest micro-batch with {dispatcher}: {batch}")
-    print(report["versions"])
+    print(said(versions))
 
 
 def main(argv: list[str] | None = None) -> None:

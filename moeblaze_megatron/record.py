@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+
+from moeblaze_megatron.version import __version__
 
 # Forward only. Steps of the MoE layer, as Megatron 0.16 to 0.19 names them.
 PHASES = ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
@@ -108,6 +111,7 @@ class Recorder:
 
     def finish(self) -> None:
         """Writes rank<r>.json; to be called when training is over."""
+        import megatron.core
         from megatron.training import get_args
         from megatron.training.training import num_floating_point_operations
 
@@ -119,7 +123,15 @@ class Recorder:
             (total.rows, total.dispatches) if total.dispatches else (self.rows, self.dispatches)
         )
         iterations = min(TIMED_UNTIL, self.step - 1) - 1
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         result = {
+            "versions": {
+                "moeblaze-megatron": __version__,
+                "megatron-core": megatron.core.__version__.partition("+")[0],
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "device": device,
+            },
             "world_size": args.world_size,
             "tokens_per_iteration": args.global_batch_size * args.seq_length,
             "flops_per_iteration": num_floating_point_operations(args, args.global_batch_size),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 
 import pytest
 from pretraining import TINY, needs_megatron_on_cpu, run
@@ -59,9 +60,9 @@ def fake_gpu(monkeypatch, capacity, message):
         ran.append((dispatcher, batch))
         if batch > capacity[dispatcher]:
             raise compare.Failed(message, folder / "train.log")
+        (folder / "rank0.json").write_text('{"versions": {"torch": "1", "device": "GPU"}}')
 
     monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compare, "versions", lambda: "versions")
     monkeypatch.setattr(compare, "run", run)
     return ran
 
@@ -74,6 +75,7 @@ def test_find_max_batch_tries_and_resumes(monkeypatch, tmp_path, capsys):
     found = json.loads((tmp_path / "max_batch.json").read_text())
     assert found["largest_micro_batch"] == {"alltoall": 3, "moeblaze": 6}
     assert ("alltoall", 4) in ran and "alltoall   micro-batch     4: out" in capsys.readouterr().out
+    assert found["versions"] == {"torch": "1", "device": "GPU"}
     ran.clear()
     compare.main(command)
     assert ran == []
@@ -108,6 +110,7 @@ def test_runs_are_compared_and_resumed(plain_env, tmp_path):
     assert gaps["dispatchers"]["mean"] < 1e-3 < gaps["seeds"]["mean"]
     assert noise["held_bytes_per_token"] == pytest.approx(stock["held_bytes_per_token"], rel=0.1)
     assert ours["held_bytes_per_token"] < stock["held_bytes_per_token"]
+    assert report["versions"]["megatron-core"] == version("megatron-core") and report["cpu"]
     assert ours["layer"]["experts"] == "MoEBlazeExperts"
     T, K = 128, 2
     assert T < ours["rows_per_dispatch"] < stock["rows_per_dispatch"] == T * K
