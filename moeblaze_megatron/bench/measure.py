@@ -168,13 +168,14 @@ def check(name: str, peer: Peer, layer: Layer, inputs: Inputs, want: dict) -> fl
     """The largest relative norm error among output and gradients.
 
     Raises:
-        ValueError: when it is beyond what the dtype can explain; such a system is not timed.
+        ValueError: when it is beyond what dtype and `peer.rounding` can explain; such a system is
+            not timed.
     """
     errors = {
         key: ((got.float() - want[key]).norm() / want[key].norm()).item()
         for key, got in results(layer, inputs, peer.unlay).items()
     }
     worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-    if not errors[worst] <= ERROR_LIMIT[inputs.x.dtype]:
+    if not errors[worst] <= max(ERROR_LIMIT[inputs.x.dtype], peer.rounding):
         raise ValueError(f"{name}: {worst} is off by {errors[worst]:.2e}, so it is not timed")
     return errors[worst]

@@ -28,6 +28,7 @@ class Peer:
     lay: Callable | None = None  # fc1_weight, fc2_weight -> the weights it takes; None = those
     unlay: Callable = lambda *grads: grads  # gradients of the latter -> of the former
     activations: tuple[str, ...] = ACTIVATIONS
+    rounding: float = 0.0  # error that it may have where the dtype explains less
     imports: str = ""  # the module of another project; empty = part of this benchmark
     package: str = ""
     install: str = ""
@@ -278,6 +279,7 @@ def scattermoe(shape: Shape) -> Layer:
 PEERS = {
     "dense": Peer(dense),
     "moeblaze": Peer(moeblaze),
+    "fp8_store": Peer(partial(moeblaze, fp8_store=True), rounding=1 / 8),
     "recompute_fc1": Peer(partial(moeblaze, recompute_fc1=True)),
     "grouped_mm": Peer(grouped_mm),
     "sonicmoe": Peer(

@@ -1,10 +1,11 @@
 """The GEMMs of `gemm` for Hopper GPUs in bf16 and fp16, written in Gluon.
 
 One persistent program a multiprocessor. A ring of shared-memory stages is kept full by one warp
-through TMA and, for rows gathered by index, by two warps through asynchronous copies. Two warpgroups
-multiply with wgmma, each half the rows of a tile, one a few steps behind the other: while one writes
-its half out, the other has the tensor cores to itself, and the next tile is already on its way. Same
-sums in the same order as the plain kernels, bit for bit.
+through TMA and, for rows gathered by index, by two warps through asynchronous copies. Two
+warpgroups multiply with wgmma, each half the rows of a tile, and wait for each other only through
+the ring: while one writes its half out, the other may have the tensor cores to itself, and the next
+tile is already on its way. Same sums in the same order as the plain kernels, bit for bit; SiLU in
+fewer instructions.
 
 T tokens, E experts, H hidden size, F ffn hidden size, R routed rows. M, N are the rows and columns
 of a weight gradient.
@@ -35,10 +36,9 @@ BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share 
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 WRITE_N = 64  # columns that leave at once
 STAGES = 4
-LEAD = 2  # steps by which the first warpgroup is ahead of the second
 NUM_WARPS = 4  # of a warpgroup that multiplies
-MULTIPLY_REGISTERS = 208
-LOAD_REGISTERS = 88
+MULTIPLY_REGISTERS = 192
+LOAD_REGISTERS = 120
 
 
 @lru_cache
@@ -94,19 +94,16 @@ def _tile_of(index, num_tiles, num_cols, GROUP: gl.constexpr):
 @gluon.jit
 def _barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
     """Of the ring: `empty`, which both multipliers say; `copied`, by each of 64 threads that copy;
-    `ready`, after ARRIVALS: of the bytes that TMA brings, and of the copies. Of the two multipliers:
-    `lead`, which the first says when it is ahead."""
+    `ready`, after ARRIVALS: of the bytes that TMA brings, and of the copies."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    lead = gl.allocate_shared_memory(gl.int64, [1], layout)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2)
         mbarrier.init(copied.index(i), count=64)
         mbarrier.init(ready.index(i), count=ARRIVALS)
-    mbarrier.init(lead, count=1)
-    return empty, copied, ready, lead
+    return empty, copied, ready
 
 
 @gluon.jit
@@ -342,24 +339,17 @@ def _multiply(
     weight_stages,
     empty,
     ready,
-    lead,
     step,
-    tiles,  # before this one
     K: gl.constexpr,
     N_FIRST: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     HALF_R: gl.constexpr,
     STAGES: gl.constexpr,
-    LEAD: gl.constexpr,
 ):
     """A warpgroup's rows of a tile times the weights, with one step always in flight."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    # With fewer steps a tile, `lead` might be said again before it was heard.
-    STAGGERED: gl.constexpr = K // BLOCK_K >= STAGES
     acc = gl.zeros((HALF_R, BLOCK_N), gl.float32, layout)
-    if STAGGERED and half == 1:
-        mbarrier.wait(lead, tiles & 1)
     if used:
         for k0 in range(0, K, BLOCK_K):
             stage = _await(ready, step, STAGES)
@@ -368,9 +358,6 @@ def _multiply(
             if N_FIRST:
                 w = w.permute((1, 0))
             acc = warpgroup_mma(a, w, acc, is_async=True)
-            if STAGGERED and half == 0:
-                if k0 == LEAD * BLOCK_K:
-                    mbarrier.arrive(lead, count=1)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             _release_previous(empty, step, k0 > 0, STAGES)
             step += 1
@@ -385,10 +372,18 @@ def _multiply(
 
 
 @gluon.jit
+def _approximate(op: gl.constexpr, x):
+    """An fp32 instruction of the special function unit, within 2 ulp, subnormals as zero."""
+    return gl.inline_asm_elementwise(
+        op + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _activate(gate, up, ACTIVATION: gl.constexpr):
     """f(gate) * up when gated, else f(gate), as `activation.activate`."""
     if ACTIVATION == "swiglu" or ACTIVATION == "silu":
-        y = gate / (1.0 + gl.exp(-gate))
+        y = gate * _approximate("rcp", 1.0 + _approximate("ex2", gate * -1.4426950408889634))
     elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
         y = gate * (0.5 * (1.0 + gl.erf(gate * 0.7071067811865476)))
     else:
@@ -413,7 +408,6 @@ def _multiply_fc1(
     buffers,
     empty,
     ready,
-    lead,
     expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
@@ -430,13 +424,11 @@ def _multiply_fc1(
     WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    LEAD: gl.constexpr,
 ):
     """One warpgroup: gate and up side by side in registers, then activation and probability."""
     COLS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     WIDTH: gl.constexpr = 2 * F if GATED else F
     step = 0
-    tiles = 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
         expert = gl.load(tile_expert_ptr + tile)
@@ -445,10 +437,9 @@ def _multiply_fc1(
             end = gl.load(expert_token_offsets_ptr + expert + 1)
             used = row_start < end
             acc, step = _multiply(
-                half, used, a_stages, weight_stages, empty, ready, lead, step, tiles, H, True,
-                BLOCK_N, BLOCK_H, HALF_R, STAGES, LEAD,
+                half, used, a_stages, weight_stages, empty, ready, step, H, True, BLOCK_N, BLOCK_H,
+                HALF_R, STAGES,
             )  # fmt: skip
-            tiles += 1
             if used:
                 f0 = col * COLS
                 gate, up = acc, acc
@@ -456,8 +447,8 @@ def _multiply_fc1(
                     gate, up = _halves(acc)
                 if SAVE:
                     _write_tile(
-                        gate, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end, f0,
-                        WIDTH, WIDTH, WRITE_N, False,
+                        gate, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end,
+                        f0, WIDTH, WIDTH, WRITE_N, False,
                     )  # fmt: skip
                     if GATED:
                         _write_tile(
@@ -502,7 +493,6 @@ def _fc1_hopper_kernel(
     WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    LEAD: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -515,7 +505,7 @@ def _fc1_hopper_kernel(
         dtype, [STAGES, BLOCK_N, BLOCK_H], fc1_weight_desc.layout
     )
     buffers = gl.allocate_shared_memory(dtype, [4, HALF_R, WRITE_N], act_desc.layout)
-    empty, copied, ready, lead = _barriers(STAGES, 2 if GATHER else 1)
+    empty, copied, ready = _barriers(STAGES, 2 if GATHER else 1)
     num_cols = gl.cdiv(F, BLOCK_N // PARTS)
     gl.warp_specialize(
         [
@@ -523,18 +513,18 @@ def _fc1_hopper_kernel(
                 _multiply_fc1,
                 (
                     0, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
-                    x_stages, weight_stages, buffers, empty, ready, lead, expert_token_offsets_ptr,
+                    x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
                     tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
-                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES, LEAD,
+                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
                 _multiply_fc1,
                 (
                     1, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
-                    x_stages, weight_stages, buffers, empty, ready, lead, expert_token_offsets_ptr,
+                    x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
                     tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
-                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES, LEAD,
+                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
@@ -608,7 +598,6 @@ def fc1(
         WRITE_N,
         GROUP,
         STAGES,
-        LEAD,
         MULTIPLY_REGISTERS,
         LOAD_REGISTERS,
         num_warps=NUM_WARPS,
@@ -625,7 +614,6 @@ def _multiply_rows(
     buffers,
     empty,
     ready,
-    lead,
     expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
@@ -640,11 +628,9 @@ def _multiply_rows(
     WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    LEAD: gl.constexpr,
 ):
     """One warpgroup of a row tile times a weight tile."""
     step = 0
-    tiles = 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
         expert = gl.load(tile_expert_ptr + tile)
@@ -653,10 +639,9 @@ def _multiply_rows(
             end = gl.load(expert_token_offsets_ptr + expert + 1)
             used = row_start < end
             acc, step = _multiply(
-                half, used, a_stages, weight_stages, empty, ready, lead, step, tiles, K, N_FIRST,
-                BLOCK_N, BLOCK_K, HALF_R, STAGES, LEAD,
+                half, used, a_stages, weight_stages, empty, ready, step, K, N_FIRST, BLOCK_N,
+                BLOCK_K, HALF_R, STAGES,
             )  # fmt: skip
-            tiles += 1
             if used:
                 _write_tile(
                     acc, buffers, 2 * half, out_desc, out_ptr, row_start, end, col * BLOCK_N, cols,
@@ -690,7 +675,6 @@ def _rows_hopper_kernel(
     WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    LEAD: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
@@ -704,26 +688,24 @@ def _rows_hopper_kernel(
         weight_desc.layout,
     )
     buffers = gl.allocate_shared_memory(dtype, [4, HALF_R, WRITE_N], out_desc.layout)
-    empty, copied, ready, lead = _barriers(STAGES, 2 if GATHER else 1)
+    empty, copied, ready = _barriers(STAGES, 2 if GATHER else 1)
     num_cols = gl.cdiv(cols, BLOCK_N)
     gl.warp_specialize(
         [
             (
                 _multiply_rows,
                 (
-                    0, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready, lead,
+                    0, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
                     num_cols, cols, K, N_FIRST, BLOCK_N, BLOCK_K, HALF_R, WRITE_N, GROUP, STAGES,
-                    LEAD,
                 ),
             ),
             (
                 _multiply_rows,
                 (
-                    1, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready, lead,
+                    1, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
                     num_cols, cols, K, N_FIRST, BLOCK_N, BLOCK_K, HALF_R, WRITE_N, GROUP, STAGES,
-                    LEAD,
                 ),
             ),
             (
@@ -791,7 +773,6 @@ def rows_gemm(
         WRITE_N,
         GROUP,
         STAGES,
-        LEAD,
         MULTIPLY_REGISTERS,
         LOAD_REGISTERS,
         num_warps=NUM_WARPS,
@@ -867,30 +848,29 @@ def _copy_wgrad(
 
     That step may end in rows of the next expert, or in rows never written, which may be NaN.
     """
-    layout_a: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
-    layout_b: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 1], [1, 0])
-    ra = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout_a))
-    rb = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout_b))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         _, m0, n0, start, end = _piece(
             index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         if GATHER:
-            token = gl.load(expert_token_indices_ptr + start + ra, mask=start + ra < end, other=0)
+            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             a, b = a_stages.index(stage), b_stages.index(stage)
             if r0 + BLOCK_R <= end:
                 if GATHER:
-                    _copy(a, a_ptr, token, ra >= 0, m0, M, layout_a)
+                    _copy(a, a_ptr, token, r >= 0, m0, M, layout)
             else:
-                row_a = token if GATHER else r0 + ra
-                _copy(a, a_ptr, row_a, r0 + ra < end, m0, M, layout_a)
-                _copy(b, b_ptr, r0 + rb, r0 + rb < end, n0, N, layout_b)
+                inside = r0 + r < end
+                _copy(a, a_ptr, token if GATHER else r0 + r, inside, m0, M, layout)
+                for c in gl.static_range(0, BLOCK_N, BLOCK_M):
+                    _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
             async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
             if GATHER:  # read ahead for the next step
-                rows = r0 + BLOCK_R + ra
+                rows = r0 + BLOCK_R + r
                 token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
             step += 1
 
@@ -1007,7 +987,7 @@ def _multiply_wgrad(
             if start < end:
                 # Offsets inside one expert's weight fit int32; `fits_wgrad` sees to it.
                 expert_ptr = out_ptr + expert.to(gl.int64) * out_stride_e
-                _add_tile(expert_ptr, acc, m0, n0, M, N, out_stride, WRITE_N, TRANSPOSED)
+                _add_tile(expert_ptr, acc, m0, n0, M, N, out_stride, WRITE_N // 2, TRANSPOSED)
         else:
             first = expert * (out_stride_e // out_stride)
             row, col = (n0, m0) if TRANSPOSED else (m0, n0)
@@ -1055,7 +1035,7 @@ def _wgrad_hopper_kernel(
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
     buffers = gl.allocate_shared_memory(dtype, [4, WRITE_N, WRITE_N], part_layout)
-    empty, copied, ready, _ = _barriers(STAGES, 2)
+    empty, copied, ready = _barriers(STAGES, 2)
     pieces = E * gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
@@ -1063,16 +1043,16 @@ def _wgrad_hopper_kernel(
                 _multiply_wgrad,
                 (
                     0, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
-                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride, TRANSPOSED,
-                    ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
+                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
                 _multiply_wgrad,
                 (
                     1, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
-                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride, TRANSPOSED,
-                    ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
+                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
@@ -1115,12 +1095,13 @@ def wgrad(
     accumulate: bool,
     gather: str | None,
 ) -> None:
-    """`gemm.wgrad`. A gathered operand takes the narrow side of the tile: fewer bytes to look up."""
+    """`gemm.wgrad`. A gathered operand takes the narrow side of the tile: fewer bytes to copy."""
     E, rows, cols = out.shape
     transposed = gather == "b"
     if transposed:
         a, b = b, a
-    out_rows = out.as_strided(((E - 1) * out.stride(0) // out.stride(1) + rows, cols), (out.stride(1), 1))
+    all_rows = (E - 1) * out.stride(0) // out.stride(1) + rows
+    out_rows = out.as_strided((all_rows, cols), (out.stride(1), 1))
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
         None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
