@@ -12,7 +12,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeblaze_megatron"
 # The launcher and what it starts; all else that imports megatron lives in mcore/.
-ENTRY_POINTS = {"__main__.py", "pretrain_gpt.py", "quickstart.py"}
+ENTRY_POINTS = {
+    "__main__.py",
+    "compare.py",
+    "doctor.py",
+    "pretrain_gpt.py",
+    "quickstart.py",
+    "record.py",
+}
 
 
 def imported_modules(path: Path) -> set[str]:
