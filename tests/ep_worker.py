@@ -11,6 +11,7 @@ ranks, ETP ranks of expert TP, D ranks that a token goes to.
 
 import dataclasses
 import functools
+import io
 import json
 import logging
 import os
@@ -578,6 +579,40 @@ for _saver, _loader in [("moeblaze", "alltoall"), ("alltoall", "moeblaze"), ("mo
                 loader=_loader,
                 loads=Layout(4, *_to),
             )(checkpoint_interchanges)
+
+
+@check(Layout(4, ep=2), "each rank's file has its own experts, numbered from 0")
+@check(Layout(4, ep=1, etp=2), "each rank's file has its slices")
+@check(Layout(4, ep=2, etp=2), "both", slow=True)
+def plain_checkpoint_interchanges(layout: Layout) -> None:
+    """A rank's plain state_dict loads on the other side, strictly, and the loss goes on.
+
+    At another size it is refused, strictly or not.
+    """
+    import mcore_worker as m
+    from test_mcore_checkpoint import Trainer
+
+    for saver, loader in (("moeblaze", "alltoall"), ("alltoall", "moeblaze")):
+        first = Trainer(saver, **layout.fields())
+        first.steps(0, 2)
+        file = io.BytesIO()
+        torch.save(first.model.state_dict_for_save_checkpoint(), file)
+        file.seek(0)
+        second = Trainer(loader, seed=99, **layout.fields())
+        second.model.load_state_dict(torch.load(file), strict=True)
+        for ours, theirs in zip(second.expert_tensors(), first.expert_tensors(), strict=True):
+            assert torch.equal(ours, theirs)
+        (resumed,), (goes_on,) = second.steps(2, 3), first.steps(2, 3)
+        assert ((resumed - goes_on).abs() <= torch.tensor([1e-4, 1e-3]) * goes_on.abs()).all()
+    state = m.layer("alltoall", **layout.fields()).state_dict()
+    other = Layout(layout.world, ep=4)
+    other.initialize()
+    try:
+        m.layer(**other.fields()).load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        assert "not the weights of 2 experts, but" in str(error), error
+    else:
+        raise AssertionError("no RuntimeError")
 
 
 def main() -> None:

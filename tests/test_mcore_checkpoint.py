@@ -209,11 +209,72 @@ def test_plain_state_dict_of_any_layout_loads(layout):
 
 
 @in_megatron
-def test_plain_state_dict_with_an_expert_missing_is_refused():
+def test_plain_state_dict_is_sequential_mlps_both_ways():
+    """Its keys, its tensors; each loads the other's, strictly, in the whole layer."""
+    ours, theirs = m.layer(), m.layer("alltoall")
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for key, value in theirs.state_dict().items():
+        loaded = ours.state_dict()[key]
+        assert loaded is None if value is None else torch.equal(loaded, value), key
+    for source, target in ((ours, theirs), (theirs, ours)):
+        with torch.no_grad():
+            for number, weight in enumerate(source.parameters()):
+                weight.add_(1 + number)
+        target.load_state_dict(source.state_dict(), strict=True)
+        expected = m.expert_tensors(source.experts)
+        for name, weight in m.expert_tensors(target.experts).items():
+            assert torch.equal(weight, expected[name])
+
+
+@in_megatron
+def test_plain_state_dict_in_the_place_of_te_grouped_mlp():
+    """Where Transformer Engine's spec would build TEGroupedMLP: the keys of its two linears."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from moeblaze_megatron.mcore import experts_class
+
+    def experts():
+        m.seed()
+        grouped = experts_class(TEGroupedMLP)
+        return grouped(m.E, m.config(), pg_collection=get_default_pg_collection())
+
+    source, target = experts(), experts()
+    state = {
+        key: value if value is None else value + 1 for key, value in source.state_dict().items()
+    }
+    assert state.keys() == {
+        f"{name}.{key}"
+        for name in ("linear_fc1", "linear_fc2")
+        for key in ("_extra_state", *(f"weight{e}" for e in range(m.E)))
+    }
+    target.load_state_dict(state, strict=True)
+    for name, weight in m.expert_tensors(target).items():
+        assert torch.equal(weight, m.expert_tensors(source)[name] + 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("experts", [m.E - 1, m.E + 1])
+@in_megatron
+def test_plain_state_dict_with_another_number_of_experts_is_refused(layout, experts):
+    """Not strictly either: Megatron repeats a failed load so, and trains what was not found."""
     moe = m.layer()
     state = {
-        f"experts.linear_fc1.weight{e}": weight
-        for e, weight in enumerate(m.expert_tensors(moe.experts)["linear_fc1"][1:])
+        f"experts.{LAYOUTS[layout].format(e, name)}": weight[:1].expand(experts, -1, -1)
+        if layout == "moeblaze"
+        else weight[0]
+        for name, weight in m.expert_tensors(moe.experts).items()
+        for e in range(experts)
     }
+    message = "size mismatch" if layout == "moeblaze" else f"not the weights of {m.E} experts"
+    with pytest.raises(RuntimeError, match=message):
+        moe.load_state_dict(state, strict=False)
+
+
+@in_megatron
+def test_plain_state_dict_without_experts_is_for_the_caller_to_allow():
+    moe = m.layer()
+    state = {"router.weight": moe.router.weight.detach()}
+    assert "experts.linear_fc1.weight" in moe.load_state_dict(state, strict=False).missing_keys
     with pytest.raises(RuntimeError, match=r"Missing.*experts\.linear_fc1\.weight"):
         moe.load_state_dict(state)
