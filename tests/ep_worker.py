@@ -184,6 +184,8 @@ def pair_of_layers(layout: Layout, change: Callable | None = None, **fields: Any
 
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+PAD = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
+OVERLAP = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
 VARIANTS = {
     "aux-loss": (AUX, "the loss rides on probs, whose gradient comes from other ranks"),
     "top-6": ({"moe_router_topk": 6}, "more experts per token than a rank has"),
@@ -199,6 +201,20 @@ VARIANTS = {
     "drop-position": (
         {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
         "the last tokens go nowhere",
+    ),
+    "pad-probs": ({**PAD, "moe_token_drop_policy": "probs"}, "padded rows, which are not sent"),
+    "pad-position": ({**PAD, "moe_token_drop_policy": "position"}, "the same of the first tokens"),
+    "pad-all": (
+        {**PAD, "moe_expert_capacity_factor": 8.0},
+        "a capacity of more than all tokens, where each token pads each expert",
+    ),
+    "shared-overlap": (
+        {**OVERLAP, "moe_shared_expert_gate": True},
+        "the parts of shared experts run between those of the exchange",
+    ),
+    "shared-overlap-recompute": (
+        {**OVERLAP, **RECOMPUTE, **AUX},
+        "the same, again inside backward",
     ),
     "groups": (
         {
@@ -519,13 +535,34 @@ def whole_experts(trainer: Any, layout: Layout) -> list[torch.Tensor]:
     return found
 
 
-SIZES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+def shared_folder() -> Path:
+    """A new folder that all ranks see."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 IN_CI = [
     ("moeblaze", (2, 1), "alltoall", (1, 2)),
     ("alltoall", (2, 2), "moeblaze", (2, 1)),
     ("moeblaze", (2, 2), "moeblaze", (1, 1)),
     ("alltoall", (1, 1), "moeblaze", (2, 2)),
 ]
+
+
+@check(Layout(4, ep=2), "experts numbered by rank")
+@check(Layout(4, ep=1, etp=2), "halves of a gated fc1 sliced apart")
+@check(Layout(4, ep=2, etp=2), "both")
+@check(Layout(4, ep=4), "ranks without a copy", slow=True)
+@check(Layout(4, ep=1), "four copies", slow=True)
+def same_shards(layout: Layout) -> None:
+    """This rank saves and loads what Megatron's own experts would, TEGroupedMLP's included."""
+    from test_mcore_checkpoint import assert_same_shards
+
+    for theirs in ("SequentialMLP", "TEGroupedMLP"):
+        for singleton in (False, True):
+            assert_same_shards(theirs, singleton=singleton, **layout.fields())
 
 
 def checkpoint_interchanges(layout: Layout, saver: str, loader: str, loads: Layout) -> None:
@@ -540,9 +577,7 @@ def checkpoint_interchanges(layout: Layout, saver: str, loader: str, loads: Layo
         sizes.initialize()
         return Trainer(dispatcher, seed=seed, **sizes.fields())
 
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    path = Path(folder[0]) / "checkpoint"
+    path = shared_folder() / "checkpoint"
     first = trainer(saver, layout)
     first.steps(0, 2)
     first.save(path)
@@ -579,6 +614,29 @@ for _saver, _loader in [("moeblaze", "alltoall"), ("alltoall", "moeblaze"), ("mo
                 loader=_loader,
                 loads=Layout(4, *_to),
             )(checkpoint_interchanges)
+
+
+@check(Layout(2, ep=2), "one optimizer where experts are whole, two elsewhere")
+def optimizer_state_is_refused_where_megatron_refuses(layout: Layout) -> None:
+    """From experts whole on a rank to spread ones, and back: alltoall itself to alltoall, too."""
+    from megatron.core import dist_checkpointing
+    from test_mcore_checkpoint import Trainer
+
+    whole = Layout(layout.world, ep=1)
+    for here, there in ((whole, layout), (layout, whole)):
+        here.initialize()
+        first = Trainer("alltoall", **here.fields())
+        first.steps(0, 1)
+        path = shared_folder() / "checkpoint"
+        first.save(path)
+        there.initialize()
+        errors = []
+        for loader in ("alltoall", "moeblaze"):
+            try:
+                Trainer(loader, **there.fields()).load(path)
+            except (KeyError, dist_checkpointing.core.CheckpointingException) as error:
+                errors.append(type(error))
+        assert len(errors) == 2 and errors[0] is errors[1], errors
 
 
 @check(Layout(4, ep=2), "each rank's file has its own experts, numbered from 0")

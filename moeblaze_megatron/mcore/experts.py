@@ -201,7 +201,7 @@ class MoEBlazeExperts(MegatronModule):
 class MoEBlazeGroupedExperts(MoEBlazeExperts):
     """The same in TEGroupedMLP's place.
 
-    Weights start bit-equal to its own, all fc1, then all fc2, and the plain state_dict has its keys.
+    Its weights start bit-equal, all fc1, then all fc2, and its plain state_dict has the same keys.
     """
 
     expert_by_expert = False
