@@ -11,6 +11,7 @@ ranks, ETP ranks of expert TP, D ranks that a token goes to.
 
 import dataclasses
 import functools
+import gc
 import io
 import json
 import logging
@@ -47,11 +48,20 @@ class Layout:
         return "-".join(f"{name}{size}" for name, size in parts.items()) + f"-of{self.world}"
 
     def initialize(self) -> None:
-        """Makes Megatron's process groups, or takes those made before: gloo's threads stay."""
+        """Makes Megatron's process groups, or takes those of one of the last layouts.
+
+        Not of all: gloo polls from two threads for each group.
+        """
         from megatron.core import parallel_state
 
         state = vars(parallel_state)
         if self not in GROUPS:
+            if len(GROUPS) == 3:
+                gc.collect()  # layers of an earlier check hold groups
+                groups = GROUPS.pop(next(iter(GROUPS)))[ALL]
+                # Megatron has destroyed some, and None stands for the default group.
+                for group in dist.distributed_c10d._world.pg_map.keys() & set(groups):
+                    dist.destroy_process_group(group)
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=self.tp,
@@ -59,7 +69,7 @@ class Layout:
                 expert_tensor_parallel_size=self.etp,
                 context_parallel_size=self.cp,
             )
-            GROUPS[self] = {name: state[name] for name in state if name.isupper()}
+            GROUPS[self] = {name: state[name] for name in state if name.isupper() or name == ALL}
         state.update(GROUPS[self])
 
     def fields(self) -> dict[str, Any]:
@@ -76,6 +86,7 @@ class Layout:
 
 
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+ALL = "_global_process_group_list"  # of parallel_state
 GROUPS: dict[Layout, dict[str, Any]] = {}
 
 
@@ -172,21 +183,6 @@ class Layer:
         torch.autograd.backward(output, grad_output)
         return {"output": output.detach(), "hidden_states": leaf.grad, **self.grads()}
 
-
-def pair_of_layers(layout: Layout, change: Callable | None = None, **fields: Any) -> list[Layer]:
-    """alltoall's and ours, whose weights start equal."""
-    import mcore_worker as m
-
-    layers = [Layer(dispatcher, layout, **fields) for dispatcher in ("alltoall", "moeblaze")]
-    stock, ours = (layer.moe for layer in layers)
-    for name, weight in m.expert_tensors(ours.experts).items():
-        assert torch.equal(weight, m.expert_tensors(stock.experts)[name]), name
-    for moe in (stock, ours):
-        with torch.no_grad():
-            if change is not None:
-                change(moe)
-    return layers
-
     def step(self, hidden_states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Trains towards `target` as Megatron's training loop does: the loss and the norm."""
         from megatron.core.distributed import finalize_model_grads
@@ -202,6 +198,23 @@ def pair_of_layers(layout: Layout, change: Callable | None = None, **fields: Any
 
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def pair_of_layers(layout: Layout, change: Callable | None = None, **fields: Any) -> list[Layer]:
+    """alltoall's and ours, whose weights start equal."""
+    import mcore_worker as m
+
+    layers = [Layer(dispatcher, layout, **fields) for dispatcher in ("alltoall", "moeblaze")]
+    stock, ours = (layer.moe for layer in layers)
+    for name, weight in m.expert_tensors(ours.experts).items():
+        assert torch.equal(weight, m.expert_tensors(stock.experts)[name]), name
+    for moe in (stock, ours):
+        with torch.no_grad():
+            if change is not None:
+                change(moe)
+    return layers
+
+
 PAD = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
 OVERLAP = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
 VARIANTS = {
