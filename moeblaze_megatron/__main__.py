@@ -24,6 +24,8 @@ Runs a Megatron pretraining script, unmodified, after teaching Megatron-Core one
 
   --moeblaze-workspace-mb MB    bound the buffer through which expert outputs are summed per token
   --moeblaze-recompute-fc1      keep only the input and index lists; run the first GEMM twice
+  --activation-func-fp8-input-store
+                                keep the output of the first linear in 8 bits
   --moeblaze-check-routing      for debugging: check on the device what only the device can see
 
 SCRIPT.py is the path of a script such as pretrain_gpt.py of a Megatron-LM checkout. Without it the

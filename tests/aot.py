@@ -123,7 +123,7 @@ def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int
     lists = kernels.index_lists(topk_indices, E)
     probs = tensor(T, E, dtype=torch.float32)
 
-    def forward() -> torch.Tensor:
+    def forward(fp8_store: bool) -> torch.Tensor:
         return experts.moeblaze_experts(
             tensor(T, H),
             fc1_weight,
@@ -133,12 +133,14 @@ def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int
             activation=activation,
             gradient_accumulation_fusion=fusion,
             workspace_bytes=workspace_bytes,
+            fp8_store=fp8_store,
         )
 
-    output = forward()
-    output.backward(torch.empty_like(output))
+    for fp8_store in (False, True):
+        output = forward(fp8_store)
+        output.backward(torch.empty_like(output))
     with torch.no_grad():
-        forward()
+        forward(False)
     topk_probs = tensor(T, K, dtype=torch.float32).detach()
     permuted_probs = kernels.permuted_probs(topk_probs, lists, dense=False)
     kernels.grad_probs(permuted_probs, lists, topk_probs, dense=False)

@@ -1,12 +1,33 @@
-"""The benchmark's own arithmetic and words; its measurements need a GPU."""
+"""The benchmark's own arithmetic, words and code paths; what it measures needs a GPU."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from moeblaze_megatron.bench import paper
-from moeblaze_megatron.bench.shapes import SHAPES, shape_from
+from moeblaze_megatron.bench import __main__ as bench
+from moeblaze_megatron.bench import measure, paper, peers
+from moeblaze_megatron.bench.shapes import ROUTINGS, SHAPES, Shape, inputs_for, shape_from
+from moeblaze_megatron.ops import experts, reference
+from moeblaze_megatron.ops.memory import layer_bytes
+
+TINY = Shape(T=64, H=32, F=16, E=8, K=2)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """What a user gets: off the GPU the eager twins, and here no compiler for the peers either."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(experts, "kernels_for", lambda tensor: reference)
+        monkeypatch.setattr(peers, "kernels_for", lambda tensor: reference)
+        monkeypatch.setattr(torch, "compile", lambda **kwargs: lambda function: function)
+
+
+def run(monkeypatch, *words) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", *map(str, words), "--steps", "10", "--sets", "1"])
+    bench.main()
 
 
 def test_shapes_by_name_and_by_size():
@@ -22,30 +43,174 @@ def test_bad_shapes_are_named(text):
         shape_from(text, "swiglu")
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings_are_what_they_are_called(routing):
+    shape = Shape(T=8192, H=16, F=16, E=16, K=2)
+    inputs = inputs_for(shape, torch.float32, routing)
+    counts = inputs.tokens_per_expert(shape.E)
+    mean = shape.T * shape.K / shape.E
+    assert counts.sum() == shape.T * shape.K
+    first = torch.bincount(inputs.topk_indices[:, 0], minlength=shape.E)
+    if routing == "uniform":
+        assert counts.min() > 0.8 * mean and counts.max() < 1.2 * mean
+    elif routing == "uneven":
+        assert 1.2 * mean < counts.max() < 3 * mean
+    elif routing == "zipf":  # expert 0 is 4 times as popular as expert 3
+        assert first[0] / first[3] == pytest.approx(4, rel=0.2)
+    elif routing == "half-empty":
+        assert (counts > 0).tolist() == [True] * 8 + [False] * 8
+    else:
+        assert first[0] == shape.T
+
+
+@pytest.mark.parametrize("name", ["moeblaze", "fp8_store", "recompute_fc1", "grouped_mm"])
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+def test_systems_agree_with_the_reference(eager, name, activation):
+    shape = shape_from("64,32,16,8,2", activation)
+    inputs = inputs_for(shape, torch.bfloat16)
+    want = measure.reference_results(shape, inputs)
+    peer = peers.PEERS[name]
+    error = measure.check(name, peer, peer.make(shape), inputs, want)
+    # Neither bf16 nor e4m3, of which an activation multiplies two at most, can be exact.
+    low, high = (
+        (1e-2, 2 / 16) if name == "fp8_store" else (1e-4, measure.ERROR_LIMIT[torch.bfloat16])
+    )
+    assert low < error < high
+
+
+def test_a_wrong_system_is_named_with_what_is_wrong(eager):
+    inputs = inputs_for(TINY, torch.float32)
+    want = measure.reference_results(TINY, inputs)
+    want["grad_x"] *= 1.1
+    peer = peers.PEERS["moeblaze"]
+    with pytest.raises(ValueError, match="moeblaze: grad_x is off by"):
+        measure.check("moeblaze", peer, peer.make(TINY), inputs, want)
+
+
+@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.lay])
+def test_gradients_come_back_from_a_peers_layout(name):
+    """unlay(lay(weights)) = weights: gradients have the layout of the weights."""
+    peer, inputs = peers.PEERS[name], inputs_for(TINY, torch.float32)
+    laid = peer.inputs(inputs)
+    assert laid.x is inputs.x and all(w.is_leaf and w.is_contiguous() for w in laid.weights)
+    for got, want in zip(peer.unlay(*laid.weights), inputs.weights, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_sonicmoe_takes_gate_and_up_rows_in_turn():
+    fc1 = torch.arange(4.0).view(1, 4, 1)  # gate 0, 1; up 2, 3
+    fc1, _ = peers.PEERS["sonicmoe"].lay(fc1, None)
+    assert fc1.flatten().tolist() == [0, 2, 1, 3]
+
+
+def test_closed_form_by_hand_and_as_the_operator_counts():
+    """T 64, K 2 -> R 128: fc1_output 128*32; peak + 64*32 + both gradients + another 64*32."""
+    form = bench.closed_form(TINY, 2)
+    assert form["held"] * 2**20 == 2 * 128 * 32
+    weights = 8 * 32 * (32 + 16)
+    assert form["peak"] * 2**20 == 2 * (64 * 32 + 128 * 32 + weights + 64 * 32)
+    inputs = inputs_for(TINY, torch.bfloat16)
+    sizes = layer_bytes(inputs.x, *inputs.weights, rows=128)
+    assert (form["held"], form["peak"]) == (sizes.fc1_output / 2**20, sizes.peak / 2**20)
+
+
 def test_paper_table_and_plots(tmp_path):
-    """speedup = baseline / ours: 12 ms against 8 ms -> 1.50x; 400 MiB against 100 -> 4.00x."""
+    """ratio = baseline / ours: 12 ms against 8 ms -> 1.50x; 400 MiB against 100 -> 4.00x."""
     rows = {
-        name: {
-            "forward": {"p50": ms / 3},
-            "forward+backward": {"p50": ms},
-            "held": mib,
-            "peak": mib,
-        }
+        name: {"forward+backward": {"p50": ms}, "held": mib, "peak": mib}
         for name, ms, mib in (("grouped_mm", 12.0, 400.0), ("moeblaze", 8.0, 100.0))
     }
-    report = {activation: {"conf1": rows} for activation in ("silu", "swiglu")}
+    rows["megablocks"] = {"failed": "RuntimeError: out of memory"}
+    report = {activation: {"conf4": rows} for activation in ("silu", "swiglu")}
     text = paper.table(report)
     assert text.count("1.50x") == 2 and text.count("4.00x") == 4
+    assert text.count("3.7x\n") == 0 and "    3.7x" in text  # the paper's, beside ours
     pytest.importorskip("matplotlib")
     paths = paper.plot(report, tmp_path)
     assert len(paths) == 4 and all(path.stat().st_size > 0 for path in paths)
+
+
+def test_layer_table_and_files(eager, monkeypatch, tmp_path, capsys):
+    """A peer that breaks, or lacks the activation, is a row that says so; ours ends the run."""
+    pytest.importorskip("matplotlib")
+
+    def broken(shape):
+        raise RuntimeError("no kernel for\nthis GPU")
+
+    foreign = {
+        "broken": peers.Peer(broken, imports="torch"),
+        "gated": peers.Peer(broken, imports="torch", activations=("swiglu",)),
+    }
+    for name, peer in foreign.items():
+        monkeypatch.setitem(peers.PEERS, name, peer)
+    report = tmp_path / "report.json"
+    run(monkeypatch, "layer", "64,32,16,8,2", "--activation", "silu", "--routing", "half-empty",
+        "--json", report, "--plot", tmp_path,
+        "--peers", "dense", "moeblaze", "grouped_mm", *foreign)  # fmt: skip
+    out = capsys.readouterr().out
+    assert "half-empty routing" in out and "of dense" in out
+    assert "broken        not timed: RuntimeError: no kernel for this GPU" in out
+    assert "gated         not timed: has swiglu, not silu" in out
+    rows = json.loads(report.read_text())["64,32,16,8,2"]
+    share = rows["dense"]["forward"]["p50"] / rows["moeblaze"]["forward"]["p50"]
+    assert rows["moeblaze"]["forward"]["of_dense"] == pytest.approx(share)
+    assert (tmp_path / "layer_64_32_16_8_2.png").stat().st_size > 0
+
+    monkeypatch.setitem(peers.PEERS, "moeblaze", peers.Peer(broken))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        run(monkeypatch, "layer", "64,32,16,8,2", "--peers", "moeblaze")
+
+
+def test_memory_table(eager, monkeypatch, capsys):
+    systems = ("moeblaze", "fp8_store", "recompute_fc1", "grouped_mm")
+    run(monkeypatch, "memory", "64,32,16,8,2", "--peers", "dense", *systems)
+    out = capsys.readouterr().out
+    for name in ("closed form", *systems):
+        assert f"\n{name} " in out
+    assert "\ndense" not in out
+
+
+def test_scaling_table_and_plot(eager, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "report.json"
+    run(monkeypatch, "scaling", "64,32,16,8,2", "--plot", tmp_path, "--json", report)
+    out = capsys.readouterr().out
+    for label in ("T=64", "T=256", "E=8", "E=32", "K=2", "K=8"):
+        assert f"\n{label:7} moeblaze" in out and f"\n{label:7} grouped_mm" in out
+    assert set(json.loads(report.read_text())) == {"header", "T", "E", "K"}
+    assert (tmp_path / "scaling.png").stat().st_size > 0
+
+
+def test_paper_runs_at_small_shapes(eager, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    small = ("64,32,16,4,1", "64,32,16,8,2")
+    monkeypatch.setitem(bench.DEFAULT_SHAPES, "paper", small)
+    run(monkeypatch, "paper", "--plot", tmp_path)
+    out = capsys.readouterr().out
+    for activation in ("silu", "swiglu"):
+        assert f"\n{activation}, against grouped_mm. The paper" in out
+    assert len(list(tmp_path.glob("paper_*.png"))) == 4
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.chosen(None) == [
+        "dense", "moeblaze", "fp8_store", "recompute_fc1", "grouped_mm"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"sonicmoe is not installed: pip install.*'x' is none of"):
+        peers.chosen(["sonicmoe", "x"])
+    arguments = bench.parser().parse_args(["layer", "--plot", "somewhere"])
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        bench.settle(arguments)
 
 
 def test_command_line_names_what_is_wrong(plain_env):
     for words, message in (
         (["nowhere"], "shape 'nowhere' is neither"),
         (["layer", "--steps", "3"], "--steps is at least 10"),
-        (["layer", "--peers", "magic"], "invalid choice: 'magic'"),
+        (["layer", "--peers", "magic"], "--peers: 'magic' is none of dense, moeblaze"),
+        (["scaling", "64,32,16,4,2"], "E is at least 4*K"),
     ):
         command = [sys.executable, "-m", "moeblaze_megatron.bench", *words]
         done = subprocess.run(command, env=plain_env, capture_output=True, text=True, timeout=120)
@@ -53,13 +218,13 @@ def test_command_line_names_what_is_wrong(plain_env):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("words", [["layer"], ["kernels"], ["host"]])
+@pytest.mark.parametrize("words", [["layer"], ["memory"], ["kernels"], ["host"], ["scaling"]])
 def test_runs_at_a_small_shape(words, plain_env, tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "moeblaze_megatron.bench", *words, "512,256,128,8,2"]
     done = subprocess.run(
         [*command, "--steps", "10", "--json", str(report)],
-        env=plain_env, capture_output=True, text=True, timeout=300,
+        env=plain_env, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert report.stat().st_size > 0

@@ -18,7 +18,6 @@ REFUSED = {
     "activation_func_clamp_value": 7.0,
     "glu_linear_offset": 1.0,
     "moe_mlp_glu_interleave_size": 32,
-    "activation_func_fp8_input_store": True,
     "use_te_activation_func": True,
     "fp8": "hybrid",
     "fp4": "e2m1",
@@ -59,11 +58,21 @@ REFUSED_TOGETHER = {
         "recompute_granularity": "selective",
         "recompute_modules": ["shared_experts"],
     },
+    "store, recompute": {
+        "activation_func_fp8_input_store": True,
+        "moeblaze_recompute_fc1": True,
+    },
     "offload": {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
 }
 ACCEPTED = {
     "plain": {},
     "moe_act recompute": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+        "moe_grouped_gemm": True,
+    },
+    "fp8 input store beside moe_act recompute": {
+        "activation_func_fp8_input_store": True,
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
         "moe_grouped_gemm": True,
@@ -260,11 +269,41 @@ def test_command_line_reaches_the_config():
     config = core_transformer_config_from_args(args)
     assert config.moe_token_dispatcher_type == "moeblaze"
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is False
+    assert config.activation_func_fp8_input_store is False
     assert config.moeblaze_workspace_mb == 64
     args = parse("moeblaze --disable-bias-linear --moeblaze-recompute-fc1 --moeblaze-check-routing")
     config = core_transformer_config_from_args(args)
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is True
     assert config.moeblaze_workspace_mb is None
+
+
+@pytest.mark.parametrize("dispatcher", ["moeblaze", "alltoall"])
+@in_megatron
+def test_flag_of_the_fp8_input_store(dispatcher):
+    """Megatron's setting, which has no flag of Megatron's; it is for SwiGLU, as Megatron says."""
+    from megatron.core.activations import squared_relu
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = parse(f"{dispatcher} --disable-bias-linear --activation-func-fp8-input-store")
+    assert core_transformer_config_from_args(args).activation_func_fp8_input_store is True
+    with pytest.raises(ValueError, match="only for SwiGLU"):
+        m.config(
+            dispatcher,
+            activation_func_fp8_input_store=True,
+            activation_func=squared_relu,
+            gated_linear_unit=False,
+        )
+
+
+@in_megatron
+def test_fp8_input_store_and_recompute_are_refused_together():
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = parse(
+        "moeblaze --disable-bias-linear --activation-func-fp8-input-store --moeblaze-recompute-fc1"
+    )
+    with pytest.raises(ValueError, match=r"moeblaze_recompute_fc1=True: .* leave one of the two"):
+        core_transformer_config_from_args(args)
 
 
 @in_megatron

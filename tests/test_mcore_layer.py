@@ -401,6 +401,19 @@ def test_settings_of_its_own_reach_the_operator():
         assert torch.equal(ours[1][name], expected), name
 
 
+@in_megatron
+def test_fp8_input_store_reaches_the_operator():
+    """fc1_output [R, 2F] is saved in 8 bits, and in 8 bits only; the output is the same."""
+    plain, stored = (m.layer(activation_func_fp8_input_store=on) for on in (False, True))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: (saved.append(s), s)[1], lambda s: s):
+        ours = [m.forward_backward(moe, *inputs()) for moe in (plain, stored)]
+    wide = [s.dtype for s in saved if s.shape[-1] == 2 * m.F and s.dim() == 2]
+    assert wide == [torch.float32, torch.float8_e4m3fn]
+    assert torch.equal(ours[1]["output"], ours[0]["output"])
+    assert not torch.equal(ours[1]["hidden_states"], ours[0]["hidden_states"])
+
+
 TENSOR_PARALLEL = """
 import torch
 import mcore_worker as m

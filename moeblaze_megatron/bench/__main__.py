@@ -7,136 +7,307 @@ all; every system's output and gradients are first compared with an fp32 referen
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from moeblaze_megatron.bench import paper
+from moeblaze_megatron.bench import paper, plots
 from moeblaze_megatron.bench.kernels import kernel_calls
 from moeblaze_megatron.bench.measure import (
+    MIB,
+    MODES,
     check,
-    forward,
-    forward_backward,
     host_microseconds,
     measure_memory,
     reference_results,
+    release,
+    synchronize,
     time_calls,
     time_layers,
 )
-from moeblaze_megatron.bench.peers import PEERS, versions
-from moeblaze_megatron.bench.shapes import ROUTINGS, SHAPES, Shape, inputs_for, shape_from
+from moeblaze_megatron.bench.peers import CEILING, PEERS, chosen, installed, versions
+from moeblaze_megatron.bench.shapes import (
+    DEVICE,
+    ROUTINGS,
+    SHAPES,
+    Inputs,
+    Shape,
+    inputs_for,
+    shape_from,
+)
 from moeblaze_megatron.ops.activation import ACTIVATIONS
 from moeblaze_megatron.version import __version__
 
-CEILING = "dense"  # computes no MoE: no error, no memory
+# What another project's code may end with; such a peer is left out of the table, with the reason.
+FOREIGN = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)
+CPU_FLOPS = 5e9  # of a forward pass: seconds on a CPU
 
 
-def bench_layer(shape: Shape, arguments) -> dict:
-    """Times, memory and errors of every system at one shape."""
-    torch.compiler.reset()  # a peer compiles its activation anew for each shape
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def input_sets(shape: Shape, arguments) -> list[Inputs]:
     dtype = getattr(torch, arguments.dtype)
-    sets = [inputs_for(shape, dtype, arguments.routing, seed) for seed in range(arguments.sets)]
-    layers = {name: PEERS[name](shape) for name in arguments.peers}
-    rows = {name: {} for name in layers}
+    return [inputs_for(shape, dtype, arguments.routing, seed) for seed in range(arguments.sets)]
+
+
+def prepare(title: str, shape: Shape, sets: list[Inputs], peers: list[str]) -> tuple[dict, dict]:
+    """Every system built, checked and its memory measured, but not timed yet.
+
+    Returns:
+        {system: (layer, its input sets)} of those that can be timed, and {system: row}, where a
+        row has "error", "held" and "peak", or "failed", the reason why it is not timed.
+    """
+    layers, rows = {}, {name: {} for name in peers}
     want = reference_results(shape, sets[0])
-    for name, layer in layers.items():
-        if name != CEILING:
-            rows[name]["error"] = check(name, layer, shape, sets[0], want)
-    del want
-    for name, layer in layers.items():
-        if name != CEILING:
-            rows[name] |= measure_memory(layer, sets[0])
-    for name, times in time_layers(layers, sets, arguments.steps).items():
+    for name in peers:
+        peer = PEERS[name]
+        if shape.activation not in peer.activations:
+            rows[name]["failed"] = f"has {', '.join(peer.activations)}, not {shape.activation}"
+            continue
+        progress(f"{title}: checking {name}{', which compiles at first use' * bool(peer.imports)}")
+        try:
+            layer, own = peer.make(shape), [peer.inputs(inputs) for inputs in sets]
+            if name != CEILING:
+                rows[name]["error"] = check(name, peer, layer, own[0], want)
+                rows[name] |= measure_memory(layer, own[0])
+        except FOREIGN as error:
+            if not peer.imports:
+                raise
+            synchronize()  # raises once more where the GPU itself is in error
+            rows[name] = {"failed": f"{type(error).__name__}: {error}"}
+        else:
+            layers[name] = layer, own
+    return layers, rows
+
+
+def bench_layer(title: str, shape: Shape, arguments) -> dict:
+    """{system: row}: error, memory, and for each mode its times, TFLOP/s and share of `dense`."""
+    torch.compiler.reset()  # a peer compiles its activation anew for each shape
+    sets = input_sets(shape, arguments)
+    busiest = sets[0].tokens_per_expert(shape.E).max().item() * shape.E / (shape.T * shape.K)
+    layers, rows = prepare(title, shape, sets, arguments.peers)
+    progress(f"{title}: timing {', '.join(layers)}")
+    for name, times in time_layers(layers, arguments.steps).items():
         for mode, ms in times.items():
             flops = shape.forward_flops * (1 if mode == "forward" else 3)
             rows[name][mode] = {**ms, "tflops": flops / ms["p50"] / 1e9}
+    for row in rows.values():
+        for mode in MODES if CEILING in layers and "failed" not in row else ():
+            row[mode]["of_dense"] = rows[CEILING][mode]["p50"] / row[mode]["p50"]
+    del sets, layers
+    release()
+    print(f"\n{title}: T, H, F, E, K = {shape}; the busiest expert has {busiest:.1f}x the mean")
     return rows
 
 
-def print_layer(title: str, rows: dict) -> None:
-    print(f"\n{title}")
+def cell(value: float | None, width: int, form: str = ".0f") -> str:
+    return f"{'-' if value is None else format(value, form):>{width}}"
+
+
+def failure(name: str, row: dict) -> str:
+    return f"{name:13} not timed: {' '.join(row['failed'].split())[:120]}"
+
+
+def print_layer(rows: dict) -> None:
+    columns = f"{'p20..p80':>17} {'TFLOP/s':>8} {'of dense':>8}"
     print(
-        f"{'system':12} {'forward ms':>10} {'p20..p80':>15} {'TFLOP/s':>8} {'fwd+bwd ms':>11} "
-        f"{'p20..p80':>15} {'TFLOP/s':>8} {'held MiB':>9} {'peak MiB':>9} {'error':>8}"
+        f"{'system':13} {'forward ms':>10} {columns} {'fwd+bwd ms':>11} {columns} "
+        f"{'held MiB':>9} {'peak MiB':>9} {'error':>8}"
     )
     for name, row in rows.items():
-        f, b = row["forward"], row["forward+backward"]
-        memory = f"{'-':>9} {'-':>9} {'-':>8}"
-        if name != CEILING:
-            memory = f"{row['held']:9.0f} {row['peak']:9.0f} {row['error']:8.1e}"
+        if "failed" in row:
+            print(failure(name, row))
+            continue
+        line = f"{name:13}"
+        for mode, width in (("forward", 10), ("forward+backward", 11)):
+            ms = row[mode]
+            line += f" {ms['p50']:{width}.3f} {ms['p20']:8.3f}-{ms['p80']:<8.3f}"
+            line += f" {ms['tflops']:8.0f} {cell(ms.get('of_dense'), 8, '.1%')}"
+        held, peak, error = (row.get(key) for key in ("held", "peak", "error"))
+        print(f"{line} {cell(held, 9)} {cell(peak, 9)} {cell(error, 8, '.1e')}", flush=True)
+
+
+def plot_layer(folder: Path, title: str, header: str, rows: dict) -> Path:
+    timed = {name: row for name, row in rows.items() if "failed" not in row}
+    time = {mode: {name: row[mode]["p50"] for name, row in timed.items()} for mode in MODES}
+    memory = {
+        what: {name: row[what] for name, row in timed.items() if what in row}
+        for what in ("held", "peak")
+    }
+    panels = {"milliseconds": time, "MiB beyond inputs and weights": memory}
+    path = folder / f"layer_{title.replace(',', '_')}.png"
+    return plots.bars(path, f"{title}\n{header}", panels)
+
+
+def run_layer(arguments, report: dict) -> None:
+    for title, shape in arguments.shapes:
+        rows = report[title] = bench_layer(title, shape, arguments)
+        print_layer(rows)
+        if arguments.plot:
+            print(f"wrote {plot_layer(arguments.plot, title, report['header'], rows)}")
+
+
+def closed_form(shape: Shape, element_size: int) -> dict[str, float]:
+    """MiB of what a layer without permuted buffers has to hold, and of its peak.
+
+    peak = output + fc1_output + max(act + grad_fc2_weight,
+                                     grad_fc1_weight + grad_fc2_weight + grad_x)
+    """
+    R = shape.T * shape.K
+    output, fc1_output, act = shape.T * shape.H, R * shape.fc1_width, R * shape.F
+    fc1_weight, fc2_weight = (shape.E * shape.H * width for width in (shape.fc1_width, shape.F))
+    peak = output + fc1_output + max(act + fc2_weight, fc1_weight + fc2_weight + output)
+    return {"held": fc1_output * element_size / MIB, "peak": peak * element_size / MIB}
+
+
+def print_memory(shape: Shape, rows: dict, form: dict) -> None:
+    print(
+        f"{'system':13} {'held MiB':>9} {'of form':>8} {'bytes/token':>12} {'peak MiB':>9} "
+        f"{'of form':>8} {'fwd+bwd ms':>11} {'error':>8}"
+    )
+    print(
+        f"{'closed form':13} {form['held']:9.0f} {'':8} {form['held'] * MIB / shape.T:12.0f} "
+        f"{form['peak']:9.0f}"
+    )
+    for name, row in rows.items():
+        if "failed" in row:
+            print(failure(name, row))
+            continue
+        held, peak = row["held"], row["peak"]
+        shares = [row[what] and row[what] / form[what] for what in ("held", "peak")]
         print(
-            f"{name:12} {f['p50']:10.3f} {f['p20']:7.3f}-{f['p80']:<7.3f} {f['tflops']:8.0f} "
-            f"{b['p50']:11.3f} {b['p20']:7.3f}-{b['p80']:<7.3f} {b['tflops']:8.0f} {memory}",
+            f"{name:13} {cell(held, 9)} {cell(shares[0], 8, '.3f')} "
+            f"{cell(held and held * MIB / shape.T, 12)} {cell(peak, 9)} "
+            f"{cell(shares[1], 8, '.3f')} {row['forward+backward']['p50']:11.3f} "
+            f"{row['error']:8.1e}",
             flush=True,
         )
 
 
-def run_layer(arguments) -> dict:
-    shapes = {}
-    for text, shape in arguments.shapes:
-        shapes[text] = bench_layer(shape, arguments)
-        print_layer(f"{text}: T, H, F, E, K = {shape}", shapes[text])
-        torch.cuda.empty_cache()
-    return {"shapes": shapes}
+def run_memory(arguments, report: dict) -> None:
+    arguments.peers = [name for name in arguments.peers if name != CEILING]
+    for title, shape in arguments.shapes:
+        rows = report[title] = bench_layer(title, shape, arguments)
+        form = closed_form(shape, getattr(torch, arguments.dtype).itemsize)
+        print_memory(shape, rows, form)
+        rows["closed form"] = form
 
 
-def run_kernels(arguments) -> dict:
-    report = {}
-    for text, shape in arguments.shapes:
+def run_kernels(arguments, report: dict) -> None:
+    for title, shape in arguments.shapes:
         inputs = inputs_for(shape, getattr(torch, arguments.dtype), arguments.routing)
         work, calls = kernel_calls(shape, inputs)
-        report[text] = time_calls(calls, arguments.steps)
-        print(f"\n{text}: T, H, F, E, K = {shape}\n{'kernel':20} {'ms':>8} {'p20..p80':>15}")
-        for name, ms in report[text].items():
+        report[title] = time_calls(calls, arguments.steps)
+        print(f"\n{title}: T, H, F, E, K = {shape}\n{'kernel':20} {'ms':>8} {'p20..p80':>15}")
+        for name, ms in report[title].items():
             amount, unit = work[name]
             rate = f"{amount / ms['p50'] / 1e9:8.{0 if unit == 'TFLOP/s' else 2}f} {unit}"
             print(
                 f"{name:20} {ms['p50']:8.3f} {ms['p20']:7.3f}-{ms['p80']:<7.3f} {rate}", flush=True
             )
         del inputs, calls
-        torch.cuda.empty_cache()
-    return {"kernels": report}
+        release()
 
 
-def run_host(arguments) -> dict:
-    report = {}
-    print(f"\n{'host time of one layer':24} {'system':12} {'forward us':>11} {'fwd+bwd us':>11}")
-    for text, shape in arguments.shapes:
-        inputs = inputs_for(shape, getattr(torch, arguments.dtype), arguments.routing)
-        report[text] = {}
-        for name in arguments.peers:
-            layer = PEERS[name](shape)
-            calls = [partial(run, layer, inputs) for run in (forward, forward_backward)]
-            for call in calls:
+def run_host(arguments, report: dict) -> None:
+    print(f"\n{'host time of one layer':24} {'system':13} {'forward us':>11} {'fwd+bwd us':>11}")
+    for title, shape in arguments.shapes:
+        layers, rows = prepare(title, shape, input_sets(shape, arguments), arguments.peers)
+        report[title] = rows
+        for name, (layer, sets) in layers.items():
+            for mode, run in MODES.items():
+                call = partial(run, layer, sets[0])
                 host_microseconds(call, 3)  # compiles
-            report[text][name] = [host_microseconds(call, arguments.steps) for call in calls]
-            forward_us, both_us = report[text][name]
-            print(f"{text:24} {name:12} {forward_us:11.0f} {both_us:11.0f}", flush=True)
-    return {"host_us": report}
+                rows[name][mode] = host_microseconds(call, arguments.steps)
+        for name, row in rows.items():
+            if "failed" in row:
+                print(f"{title:24} {failure(name, row)}")
+            else:
+                us = " ".join(f"{row[mode]:11.0f}" for mode in MODES)
+                print(f"{title:24} {name:13} {us}", flush=True)
 
 
-def run_paper(arguments) -> dict:
+def run_scaling(arguments, report: dict) -> None:
+    """Doubling T, E (at the same T*K) and K, each from the shape on, all in one interleaved run."""
+    _, base = arguments.shapes[0]
+    print(
+        f"\nfrom T, H, F, E, K = {base}\n{'':7} {'system':13} {'forward ms':>10} {'ratio':>6} "
+        f"{'fwd+bwd ms':>11} {'ratio':>6} {'peak MiB':>9} {'ratio':>6}"
+    )
+    panels = {}
+    for letter in "TEK":
+        torch.compiler.reset()
+        layers, rows = {}, {}
+        for size in (getattr(base, letter) * factor for factor in (1, 2, 4)):
+            shape = replace(base, **{letter: size})
+            sets = input_sets(shape, arguments)
+            made, found = prepare(f"{letter}={size}", shape, sets, arguments.peers)
+            layers |= {(name, size): layer for name, layer in made.items()}
+            rows |= {(name, size): row for name, row in found.items()}
+        progress(f"{letter}: timing {', '.join(arguments.peers)}")
+        for key, times in time_layers(layers, arguments.steps).items():
+            rows[key] |= times
+        report[letter] = {f"{name} {size}": row for (name, size), row in rows.items()}
+        panels[letter] = print_scaling(letter, rows)
+        del layers, made, sets
+        release()
+    if arguments.plot:
+        title = f"from T, H, F, E, K = {base}\n{report['header']}"
+        print(f"wrote {plots.curves(arguments.plot / 'scaling.png', title, panels)}")
+
+
+def print_scaling(letter: str, rows: dict) -> dict[str, dict[int, float]]:
+    """Prints {(system, size): row}; returns {system: {size: milliseconds}}."""
+    curves, first = {}, {}
+    for (name, size), row in sorted(rows.items(), key=lambda item: list(PEERS).index(item[0][0])):
+        label = f"{letter}={size}"
+        if "failed" in row:
+            print(f"{label:7} {failure(name, row)}")
+            continue
+        values = {mode: row[mode]["p50"] for mode in MODES} | {"peak": row.get("peak")}
+        base = first.setdefault(name, values)
+        line = f"{label:7} {name:13}"
+        for what, value in values.items():
+            width, form = (9, ".0f") if what == "peak" else (9 + len(what) // 8, ".3f")
+            ratio = value and base[what] and value / base[what]
+            line += f" {cell(value, width, form)} {cell(ratio, 6, '.2f')}"
+        print(line, flush=True)
+        curves.setdefault(name, {})[size] = values["forward+backward"]
+    return curves
+
+
+def run_paper(arguments, report: dict) -> None:
     """The paper's figures: seven configurations, memory and speed, for both its activations."""
-    report = {}
-    for activation in ("silu", "swiglu"):
-        report[activation] = {}
-        for name in paper.CONFIGURATIONS:
-            report[activation][name] = bench_layer(shape_from(name, activation), arguments)
-            print(f"{activation} {name} done", file=sys.stderr, flush=True)
-            torch.cuda.empty_cache()
-    print(paper.table(report))
-    if arguments.plots:
-        for path in paper.plot(report, arguments.plots):
+    rows = {activation: {} for activation in paper.ACTIVATIONS}
+    report["paper"] = rows
+    for activation in paper.ACTIVATIONS:
+        for title, shape in arguments.shapes:
+            shape = replace(shape, activation=activation)
+            rows[activation][title] = bench_layer(title, shape, arguments)
+            print_layer(rows[activation][title])
+    print(paper.table(rows))
+    if arguments.plot:
+        for path in paper.plot(rows, arguments.plot):
             print(f"wrote {path}")
-    return report
 
 
 COMMANDS = {
     "layer": (run_layer, "forward and forward + backward, memory and error (the default)"),
+    "memory": (run_memory, "bytes held for backward and peak, against their closed form"),
+    "scaling": (run_scaling, "how time and peak grow when T, E and K double, twice"),
     "kernels": (run_kernels, "every kernel of this package alone, in TFLOP/s or TB/s"),
     "host": (run_host, "what launching a layer costs the host, beside the peers"),
     "paper": (run_paper, "the MoEBlaze paper's seven configurations, its figures beside ours"),
+}
+DEFAULT_SHAPES = {
+    "paper": paper.CONFIGURATIONS,
+    "scaling": ("8192,2048,1024,32,4",),
+    "host": ("2048,1024,512,32,4",),
 }
 
 
@@ -145,43 +316,71 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moeblaze_megatron.bench",
         description="One MoE layer's routed experts: time, memory beyond inputs and weights, and "
         "error against fp32, for this package beside a dense GEMM chain of the same FLOPs (the "
-        "ceiling) and a permute + grouped GEMM + unpermute layer.",
+        "ceiling), a permute + grouped GEMM + unpermute layer, and other packages where installed. "
+        "COMMAND --help lists the options of one.",
     )
     commands = out.add_subparsers(dest="command", metavar="COMMAND")
+    names = "; names: " + "; ".join(f"{known} = {shape}" for known, shape in SHAPES.items())
     for name, (_, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
+        add = command.add_argument
+        default = list(DEFAULT_SHAPES.get(name, ("qwen3-30b", "conf4")))
         if name == "paper":
-            command.add_argument("--plots", type=Path, metavar="DIR", help="write PNGs there")
-            command.set_defaults(
-                shapes=paper.CONFIGURATIONS, activation="swiglu", peers=list(PEERS)
-            )
+            command.set_defaults(shapes=default, activation="swiglu", peers=None)
         else:
-            command.add_argument(
-                "shapes",
-                nargs="*",
-                default=["qwen3-30b", "conf4"],
-                help="T,H,F,E,K or a name (default: %(default)s); names: "
-                + "; ".join(f"{known} = {shape}" for known, shape in SHAPES.items()),
-            )
-            command.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
-            if name != "kernels":  # those are this package's alone
-                command.add_argument(
-                    "--peers", nargs="+", choices=PEERS, default=list(PEERS), help="systems to run"
-                )
-        command.add_argument(
-            "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-        )
-        command.add_argument(
-            "--routing", choices=ROUTINGS, default="uneven", help="how tokens choose experts"
-        )
-        command.add_argument(
-            "--steps", type=int, default=30, help="timed steps a system (default: %(default)s)"
-        )
-        command.add_argument(
-            "--sets", type=int, default=2, help="input sets to rotate (default: %(default)s)"
-        )
-        command.add_argument("--json", type=Path, help="write all figures there")
+            about_shapes = "T,H,F,E,K or a name (default: %(default)s)" + names
+            add("shapes", nargs="*" if name != "scaling" else "?", default=default,
+                help=about_shapes)  # fmt: skip
+            add("--activation", choices=ACTIVATIONS, default="swiglu")
+        if name not in ("paper", "kernels"):  # kernels are this package's alone
+            usual = "moeblaze grouped_mm" if name == "scaling" else "all that are installed"
+            add("--peers", nargs="+", metavar="PEER",
+                help=f"systems to run (default: {usual}); of {', '.join(PEERS)}; installed here: "
+                + ", ".join(installed()))  # fmt: skip
+        if name in ("layer", "scaling", "paper"):
+            add("--plot", type=Path, metavar="DIR", help="write PNGs there; needs matplotlib")
+        add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+        add("--routing", choices=ROUTINGS, default="uneven",
+            help="how tokens choose experts (default: %(default)s)")  # fmt: skip
+        add("--steps", type=int, default=30, help="timed steps a system (default: %(default)s)")
+        add("--sets", type=int, default=2, help="input sets to rotate (default: %(default)s)")
+        add("--json", type=Path, metavar="FILE", help="write all figures there")
     return out
+
+
+def usual_peers(command: str) -> list[str]:
+    """What runs without --peers."""
+    if command == "scaling":
+        return ["moeblaze", "grouped_mm"]
+    if command == "paper":
+        return [name for name in installed() if name in (paper.OURS, *paper.BASELINES)]
+    return installed()
+
+
+def settle(arguments) -> None:
+    """Shapes and peers by name become what they mean.
+
+    Raises:
+        ValueError: naming what is wrong, and what to do.
+    """
+    if arguments.steps < 10 or arguments.sets < 1:
+        raise ValueError("--steps is at least 10 and --sets at least 1")
+    if getattr(arguments, "plot", None) and not find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    texts = [arguments.shapes] if isinstance(arguments.shapes, str) else arguments.shapes
+    arguments.shapes = [(text, shape_from(text, arguments.activation)) for text in texts]
+    if arguments.command == "scaling":
+        text, shape = arguments.shapes[0]
+        if shape.K * 4 > shape.E:
+            raise ValueError(f"shape {text!r}: scaling makes K four times as large, so that "
+                             "E is at least 4*K")  # fmt: skip
+    if arguments.command != "kernels":
+        arguments.peers = chosen(arguments.peers or usual_peers(arguments.command))
+    for text, shape in arguments.shapes if DEVICE == "cpu" else ():
+        if shape.forward_flops > CPU_FLOPS:
+            raise ValueError(
+                f"no CUDA GPU was found, and {text} is too large for a CPU: try 512,256,128,8,2"
+            )
 
 
 def main() -> None:
@@ -190,26 +389,24 @@ def main() -> None:
         words = ["layer", *words]
     p = parser()
     arguments = p.parse_args(words)
-    if arguments.steps < 10 or arguments.sets < 1:
-        p.error("--steps is at least 10 and --sets at least 1")
     try:
-        arguments.shapes = [
-            (text, shape_from(text, arguments.activation)) for text in arguments.shapes
-        ]
+        settle(arguments)
     except ValueError as error:
         p.error(str(error))
-    if not torch.cuda.is_available():
-        sys.exit("moeblaze_megatron.bench: needs a CUDA GPU; none was found")
-    activation = "both activations" if arguments.command == "paper" else arguments.activation
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU (memory is not measured)"
+    activation = "silu and swiglu" if arguments.command == "paper" else arguments.activation
     header = (
-        f"{torch.cuda.get_device_name()}, {versions()}, moeblaze-megatron {__version__}, "
+        f"{where}, {versions(getattr(arguments, 'peers', []))}, moeblaze-megatron {__version__}, "
         f"{arguments.dtype}, {activation}, {arguments.routing} routing, median of "
         f"{arguments.steps} steps"
     )
-    print(header)
-    report = {"header": header, **COMMANDS[arguments.command][0](arguments)}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1))
+    print(header, flush=True)
+    report = {"header": header}
+    try:
+        COMMANDS[arguments.command][0](arguments, report)
+    finally:  # what was measured before an error or an interrupt is kept
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

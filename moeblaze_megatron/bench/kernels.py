@@ -6,7 +6,7 @@ import torch
 
 from moeblaze_megatron import GATED, index_lists_from_topk
 from moeblaze_megatron.bench.shapes import Inputs, Shape
-from moeblaze_megatron.ops import kernels
+from moeblaze_megatron.ops.experts import kernels_for
 
 
 def kernel_calls(
@@ -18,6 +18,7 @@ def kernel_calls(
     which costs the same.
     """
     x, fc1_weight, fc2_weight, probs = (leaf.detach() for leaf in inputs.leaves)
+    kernels = kernels_for(x)
     grad_output, H, F, T = inputs.grad_output, shape.H, shape.F, shape.T
     lists = index_lists_from_topk(inputs.topk_indices, shape.E)
     R, size = lists.max_rows, x.element_size()

@@ -1,5 +1,6 @@
 """How the benchmark measures: times with systems interleaved, memory, error against fp32."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -7,56 +8,117 @@ from itertools import cycle
 
 import torch
 
-from moeblaze_megatron.bench.shapes import Inputs, Shape
+from moeblaze_megatron.bench.peers import Layer, Peer
+from moeblaze_megatron.bench.shapes import DEVICE, Inputs, Shape
 from moeblaze_megatron.ops.reference import moe_reference
 
 MIB = 2**20
 ERROR_LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+SPIN = 4_000_000  # clock cycles, about two milliseconds
 
 
-def forward(layer, inputs: Inputs) -> None:
+def forward(layer: Layer, inputs: Inputs) -> None:
     layer(inputs)
 
 
-def forward_backward(layer, inputs: Inputs) -> None:
-    inputs.clear_grads()
+def forward_backward(layer: Layer, inputs: Inputs) -> None:
     layer(inputs).backward(inputs.grad_output)
+    inputs.clear_grads()
 
 
-def events(run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
+MODES = {"forward": forward, "forward+backward": forward_backward}
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Give cached memory back, between shapes."""
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def start(call: Callable[[], object]) -> Callable[[], float]:
+    """Runs the call; returns how to read, after `synchronize`, the milliseconds that it took.
+
+    The GPU spins first, so that the host is ahead of it when the call's first kernel begins: a
+    peer that waits for the GPU in its midst would otherwise slow down whoever comes after it.
+    """
+    if DEVICE == "cpu":
+        begin = time.perf_counter()
+        call()
+        ms = 1e3 * (time.perf_counter() - begin)
+        return lambda: ms
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPIN)
+    begin.record()
+    call()
     end.record()
-    return start, end
+    return lambda: begin.elapsed_time(end)
 
 
-def time_layers(layers: dict, sets: list[Inputs], steps: int) -> dict[str, dict]:
-    """{system: {"forward": percentiles, "forward+backward": percentiles}} in milliseconds.
+def percentiles(ms: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(ms, n=10)
+    return {"p20": cuts[1], "p50": statistics.median(ms), "p80": cuts[7]}
 
-    Systems take turns on the same inputs, so that the GPU's clock is the same for all.
+
+def time_calls(calls: dict, steps: int) -> dict:
+    """{name: percentiles in milliseconds} of the calls in {name: call}.
+
+    One call of each to warm up; then in every step all of them, in another order each time, so
+    that clock, power and cache are the same for all.
+    """
+    for call in calls.values():
+        call()
+    taken = {name: [] for name in calls}
+    for step in range(steps):
+        for name in random.Random(step).sample(list(calls), len(calls)):
+            taken[name].append(start(calls[name]))
+    synchronize()
+    return {name: percentiles([read() for read in reads]) for name, reads in taken.items()}
+
+
+def time_layers(layers: dict, steps: int) -> dict[str, dict]:
+    """{name: {mode of `MODES`: percentiles}} of the layers in {name: (layer, input sets)}.
+
+    Each rotates its input sets.
     """
     times = {name: {} for name in layers}
-    for mode, run in (("forward", forward), ("forward+backward", forward_backward)):
-        for inputs in sets:
-            for layer in layers.values():
+    for mode, run in MODES.items():
+        for layer, sets in layers.values():
+            for inputs in sets:
                 run(layer, inputs)
-        turn = {name: cycle(sets) for name in layers}
+        turns = {name: cycle(sets) for name, (_, sets) in layers.items()}
         calls = {
-            name: lambda layer=layer, turn=turn[name], run=run: run(layer, next(turn))
-            for name, layer in layers.items()
+            name: lambda layer=layer, turn=turns[name], run=run: run(layer, next(turn))
+            for name, (layer, _) in layers.items()
         }
         for name, ms in time_calls(calls, steps).items():
             times[name][mode] = ms
     return times
 
 
-def measure_memory(layer, inputs: Inputs) -> dict[str, float]:
-    """MiB beyond inputs and weights.
+def host_microseconds(call: Callable[[], object], steps: int) -> float:
+    """What one call costs the host, with the GPU idle before it: the launches alone."""
+    times = []
+    for _ in range(steps):
+        synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def measure_memory(layer: Layer, inputs: Inputs) -> dict[str, float | None]:
+    """MiB beyond inputs and weights; None on a CPU, which does not count them.
 
     "held": between forward and backward, without the output. "peak": of forward and backward,
     with the output and the gradients of input and weights.
     """
+    if DEVICE == "cpu":
+        return {"held": None, "peak": None}
     inputs.clear_grads()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -65,72 +127,55 @@ def measure_memory(layer, inputs: Inputs) -> dict[str, float]:
     held = torch.cuda.memory_allocated() - before - output.nbytes
     output.backward(inputs.grad_output)
     torch.cuda.synchronize()
-    return {"held": held / MIB, "peak": (torch.cuda.max_memory_allocated() - before) / MIB}
+    peak = torch.cuda.max_memory_allocated() - before
+    inputs.clear_grads()
+    return {"held": held / MIB, "peak": peak / MIB}
 
 
-def results(layer, inputs: Inputs) -> dict[str, torch.Tensor]:
+def results(layer: Layer, inputs: Inputs, unlay: Callable) -> dict[str, torch.Tensor]:
     inputs.clear_grads()
     output = layer(inputs)
     output.backward(inputs.grad_output)
-    names = ("grad_x", "grad_fc1_weight", "grad_fc2_weight", "grad_probs")
-    return {
+    grad_fc1_weight, grad_fc2_weight = unlay(*(w.grad for w in inputs.weights))
+    out = {
         "output": output.detach(),
-        **dict(zip(names, (t.grad for t in inputs.leaves), strict=True)),
+        "grad_x": inputs.x.grad,
+        "grad_fc1_weight": grad_fc1_weight,
+        "grad_fc2_weight": grad_fc2_weight,
+        "grad_probs": inputs.topk_probs.grad,
     }
+    inputs.clear_grads()
+    return out
 
 
 def reference_results(shape: Shape, inputs: Inputs) -> dict[str, torch.Tensor]:
     def layer(wide: Inputs) -> torch.Tensor:
-        return moe_reference(*wide.leaves[:3], wide.topk_indices, wide.topk_probs, shape.activation)
+        return moe_reference(
+            wide.x, *wide.weights, wide.topk_indices, wide.topk_probs, shape.activation
+        )
 
     wide = Inputs(
-        *(t.detach().float().requires_grad_() for t in inputs.leaves[:3]),
+        inputs.x.detach().float().requires_grad_(),
+        tuple(w.detach().float().requires_grad_() for w in inputs.weights),
         inputs.topk_indices,
         inputs.topk_probs.detach().requires_grad_(),
         inputs.grad_output.float(),
     )
-    return results(layer, wide)
+    return results(layer, wide, lambda *grads: grads)
 
 
-def check(name: str, layer, shape: Shape, inputs: Inputs, want: dict) -> float:
+def check(name: str, peer: Peer, layer: Layer, inputs: Inputs, want: dict) -> float:
     """The largest relative norm error among output and gradients.
 
     Raises:
-        ValueError: when it is beyond what the dtype can explain; such a system is not timed.
+        ValueError: when it is beyond what dtype and `peer.rounding` can explain; such a system is
+            not timed.
     """
     errors = {
         key: ((got.float() - want[key]).norm() / want[key].norm()).item()
-        for key, got in results(layer, inputs).items()
+        for key, got in results(layer, inputs, peer.unlay).items()
     }
     worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-    if not errors[worst] <= ERROR_LIMIT[inputs.x.dtype]:
-        raise ValueError(f"{name} at {shape}: {worst} is off by {errors[worst]:.2e}, not timed")
+    if not errors[worst] <= max(ERROR_LIMIT[inputs.x.dtype], peer.rounding):
+        raise ValueError(f"{name}: {worst} is off by {errors[worst]:.2e}, so it is not timed")
     return errors[worst]
-
-
-def percentiles(ms: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(ms, n=10)
-    return {"p20": cuts[1], "p50": statistics.median(ms), "p80": cuts[7]}
-
-
-def time_calls(calls: dict[str, Callable[[], object]], steps: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each call, in turn, after one call of each to warm up."""
-    for call in calls.values():
-        call()
-    recorded = [(name, events(call)) for _ in range(steps) for name, call in calls.items()]
-    torch.cuda.synchronize()
-    times = {name: [] for name in calls}
-    for name, (start, end) in recorded:
-        times[name].append(start.elapsed_time(end))
-    return {name: percentiles(ms) for name, ms in times.items()}
-
-
-def host_microseconds(call: Callable[[], object], steps: int) -> float:
-    """What one call costs the host, with the GPU idle before it: the launches alone."""
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - start))
-    return statistics.median(times)

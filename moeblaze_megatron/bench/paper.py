@@ -1,73 +1,91 @@
-"""The MoEBlaze paper's evaluation (arXiv 2601.05296): configurations, claims, our figures."""
+"""The MoEBlaze paper's evaluation (arXiv 2601.05296): configurations, its figures, ours."""
 
 from pathlib import Path
 
+from moeblaze_megatron.bench import plots
+
 CONFIGURATIONS = tuple(f"conf{i}" for i in range(1, 8))
-# What its text claims against MegaBlocks on an H100; the other bars have no printed numbers.
+ACTIVATIONS = ("silu", "swiglu")
+OURS, BASELINES = "moeblaze", ("megablocks", "grouped_mm")
+# What its text says, against MegaBlocks on an H100; its bars have no printed numbers.
 CLAIMS = {
-    "silu": "1.4x to 3.7x faster (most at conf4), 3.6x less memory at conf4",
-    "swiglu": "2x to 6.2x faster, 4x less memory at conf3",
+    ("silu", "time"): "1.4x to 3.7x faster, most at conf4",
+    ("silu", "memory"): "3.6x less at conf4",
+    ("swiglu", "time"): "2x to 6.2x faster",
+    ("swiglu", "memory"): "4x less at conf3",
 }
-BASELINE, OURS = "grouped_mm", "moeblaze"
+PAPER = {
+    ("silu", "conf4"): {"forward+backward": 3.7, "held": 3.6},
+    ("swiglu", "conf3"): {"held": 4.0},
+}
 
 
-def ratios(rows: dict) -> dict[str, float]:
-    """Baseline over ours: how many times faster, and how much less memory."""
-    base, ours = rows[BASELINE], rows[OURS]
-    return {
-        "forward": base["forward"]["p50"] / ours["forward"]["p50"],
-        "forward+backward": base["forward+backward"]["p50"] / ours["forward+backward"]["p50"],
-        "held": base["held"] / ours["held"],
-        "peak": base["peak"] / ours["peak"],
-    }
+def time_and_memory(row: dict) -> dict[str, float | None]:
+    """Milliseconds of forward + backward, MiB; None where not measured."""
+    ms = row.get("forward+backward", {}).get("p50")
+    return {"forward+backward": ms, "held": row.get("held"), "peak": row.get("peak")}
+
+
+def _cell(value: float | None, width: int, digits: int, unit: str = "") -> str:
+    return f"{'-' if value is None else f'{value:.{digits}f}{unit}':>{width}}"
 
 
 def table(report: dict) -> str:
-    """One block for each activation: times, memory and ratios, with the paper's claims beside."""
+    """One block for each activation and baseline: ours, the baseline, ratio, the paper's ratio.
+
+    Args:
+        report: {activation: {configuration: {system: row of the layer's table}}}
+    """
     lines = []
     for activation, configurations in report.items():
-        lines += [
-            "",
-            f"{activation}. The paper, against MegaBlocks on an H100: {CLAIMS[activation]}",
-            f"{'':6} {'fwd+bwd ms':>22} {'':>9} {'held MiB':>16} {'':>6} {'peak MiB':>16}",
-            f"{'':6} {BASELINE:>11} {OURS:>10} {'speedup':>9} {BASELINE:>9} {OURS:>6} {'less':>6} "
-            f"{BASELINE:>9} {OURS:>6} {'less':>6}",
-        ]
-        for name, rows in configurations.items():
-            base, ours, ratio = rows[BASELINE], rows[OURS], ratios(rows)
-            lines.append(
-                f"{name:6} {base['forward+backward']['p50']:11.2f} "
-                f"{ours['forward+backward']['p50']:10.2f} {ratio['forward+backward']:8.2f}x "
-                f"{base['held']:9.0f} {ours['held']:6.0f} {ratio['held']:5.2f}x "
-                f"{base['peak']:9.0f} {ours['peak']:6.0f} {ratio['peak']:5.2f}x"
-            )
+        claims = [CLAIMS[activation, what] for what in ("time", "memory")]
+        for baseline in BASELINES:
+            if not any(baseline in rows for rows in configurations.values()):
+                continue
+            lines += [
+                "",
+                f"{activation}, against {baseline}. The paper, against MegaBlocks on an H100: "
+                f"{claims[0]}; memory {claims[1]}.",
+                f"{'':8} {'forward + backward, ms':^37} {'held for backward, MiB':^37} "
+                f"{'peak, MiB':^28}",
+                " ".join(
+                    [f"{'':8}"]
+                    + [f"{baseline:>10} {OURS:>9} {'ratio':>7} {'paper':>8}"] * 2
+                    + [f"{baseline:>10} {OURS:>9} {'ratio':>7}"]
+                ),
+            ]
+            for name, rows in configurations.items():
+                base, ours = (time_and_memory(rows[system]) for system in (baseline, OURS))
+                line = f"{name:8}"
+                for what, digits in (("forward+backward", 2), ("held", 0), ("peak", 0)):
+                    known = None not in (base[what], ours[what])
+                    ratio = base[what] / ours[what] if known else None
+                    line += f" {_cell(base[what], 10, digits)} {_cell(ours[what], 9, digits)}"
+                    line += f" {_cell(ratio, 7, 2, 'x')}"
+                    if what != "peak":
+                        claim = PAPER.get((activation, name), {}).get(what)
+                        line += f" {_cell(claim, 8, 1, 'x')}"
+                lines.append(line)
     return "\n".join(lines)
 
 
 def plot(report: dict, folder: Path) -> list[Path]:
     """The paper's four figures as PNGs: memory and speed, for each activation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for activation, configurations in report.items():
-        for what, unit, value in (
-            ("time", "forward + backward, ms", lambda row: row["forward+backward"]["p50"]),
-            ("memory", "held for backward, MiB", lambda row: row["held"]),
+        systems = [s for s in (*BASELINES, OURS) if any(s in r for r in configurations.values())]
+        for what, key, label in (
+            ("time", "forward+backward", "forward + backward, ms"),
+            ("memory", "held", "held for backward, MiB"),
         ):
-            figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-            for shift, system in ((-0.2, BASELINE), (0.2, OURS)):
-                bars = [value(rows[system]) for rows in configurations.values()]
-                positions = [i + shift for i in range(len(bars))]
-                axes.bar_label(axes.bar(positions, bars, 0.4, label=system), fmt="%.0f", fontsize=7)
-            axes.set_xticks(range(len(configurations)), list(configurations))
-            axes.set_ylabel(unit)
-            axes.set_title(f"{activation}: {unit}")
-            axes.legend()
-            paths.append(folder / f"paper_{activation}_{what}.png")
-            figure.savefig(paths[-1], dpi=150)
-            pyplot.close(figure)
+            series = {
+                system: {
+                    name: time_and_memory(rows[system])[key]
+                    for name, rows in configurations.items()
+                }
+                for system in systems
+            }
+            title = f"{activation}; the paper, against MegaBlocks: {CLAIMS[activation, what]}"
+            path = folder / f"paper_{activation}_{what}.png"
+            paths.append(plots.bars(path, title, {label: series}))
     return paths

@@ -6,6 +6,8 @@ import torch
 
 from moeblaze_megatron import GATED
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -63,7 +65,7 @@ def shape_from(text: str, activation: str) -> Shape:
     return shape
 
 
-ROUTINGS = ("uneven", "zipf", "one", "half")
+ROUTINGS = ("uneven", "uniform", "zipf", "half-empty", "one-expert")
 
 
 @dataclass(frozen=True)
@@ -71,48 +73,55 @@ class Inputs:
     """Operands of one layer, as leaves that take gradients, and an upstream gradient."""
 
     x: torch.Tensor  # [T, H]
-    fc1_weight: torch.Tensor  # [E, 2F or F, H]
-    fc2_weight: torch.Tensor  # [E, H, F]
+    # fc1_weight [E, 2F or F, H] and fc2_weight [E, H, F], or the same in a peer's own layout
+    weights: tuple[torch.Tensor, ...]
     topk_indices: torch.Tensor  # [T, K] int32
     topk_probs: torch.Tensor  # [T, K] fp32
     grad_output: torch.Tensor  # [T, H]
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        return self.x, self.fc1_weight, self.fc2_weight, self.topk_probs
+        return self.x, *self.weights, self.topk_probs
 
     def clear_grads(self) -> None:
         for leaf in self.leaves:
             leaf.grad = None
 
+    def tokens_per_expert(self, num_experts: int) -> torch.Tensor:
+        return torch.bincount(self.topk_indices.flatten(), minlength=num_experts)
+
 
 def inputs_for(shape: Shape, dtype: torch.dtype, routing: str = "uneven", seed: int = 0) -> Inputs:
-    """Fresh random operands on the current CUDA device, softmax top-k routing.
+    """Fresh random operands on the GPU, or the CPU where there is none; softmax top-k routing.
 
     Args:
-        routing: "uneven" (a mild random imbalance), "zipf" (expert popularity 1/rank), "one" (every
-            token's first choice is expert 0) or "half" (half of the experts empty).
+        routing: "uneven" (a mild random imbalance), "uniform" (none but chance), "zipf" (expert
+            popularity 1/rank), "half-empty" (half of the experts get no token) or "one-expert"
+            (every token's first choice is expert 0).
     """
-    g = torch.Generator("cuda").manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
 
     def draw(*size, scale=1.0):
-        return (torch.randn(size, generator=g, device="cuda", dtype=dtype) * scale).requires_grad_()
+        made = torch.randn(size, generator=g, device=DEVICE, dtype=dtype) * scale
+        return made.requires_grad_()
 
-    logits = torch.randn(shape.T, shape.E, generator=g, device="cuda")
-    rank = torch.arange(1, shape.E + 1, device="cuda")
+    logits = torch.randn(shape.T, shape.E, generator=g, device=DEVICE)
+    rank = torch.arange(1, shape.E + 1, device=DEVICE)
     if routing == "uneven":
-        logits += 0.2 * torch.randn(shape.E, generator=g, device="cuda")
-    elif routing == "zipf":
-        logits -= rank.log()
-    elif routing == "one":
-        logits[:, 0] += 100
-    elif routing == "half":
+        logits += 0.2 * torch.randn(shape.E, generator=g, device=DEVICE)
+    elif routing == "zipf":  # the largest of log p + Gumbel noise is expert e with probability p_e
+        logits = -logits.exponential_(generator=g).log() - rank.log()
+    elif routing == "half-empty":
         logits[:, max(shape.K, shape.E // 2) :] = float("-inf")
+    elif routing == "one-expert":
+        logits[:, 0] += 100
     probs, ids = logits.softmax(-1).topk(shape.K)
     return Inputs(
         x=draw(shape.T, shape.H),
-        fc1_weight=draw(shape.E, shape.fc1_width, shape.H, scale=shape.H**-0.5),
-        fc2_weight=draw(shape.E, shape.H, shape.F, scale=shape.F**-0.5),
+        weights=(
+            draw(shape.E, shape.fc1_width, shape.H, scale=shape.H**-0.5),
+            draw(shape.E, shape.H, shape.F, scale=shape.F**-0.5),
+        ),
         topk_indices=ids.int(),
         topk_probs=probs.clone().requires_grad_(),
         grad_output=draw(shape.T, shape.H).detach(),

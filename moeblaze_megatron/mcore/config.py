@@ -54,11 +54,6 @@ SETTINGS = (
         "fc1 holds the gate half, then the other, leave out --moe-mlp-glu-interleave-size",
     ),
     Setting(
-        "activation_func_fp8_input_store",
-        OFF,
-        "fc1_output is saved in the training dtype, set activation_func_fp8_input_store=False",
-    ),
-    Setting(
         "use_te_activation_func",
         OFF,
         "the activation is part of a kernel, leave out --use-te-activation-func",
@@ -144,6 +139,7 @@ SETTINGS = (
     ),
     # Memory. CUDA graphs and offload modules: _graph_reasons, _offload_reasons. "moe_act" of
     # recompute_modules is accepted: it promises that the activation is not kept, and it never is.
+    # activation_func_fp8_input_store: _store_reasons; Megatron has it for SwiGLU only.
     Setting(
         "moe_paged_stash",
         OFF,
@@ -247,6 +243,16 @@ def _activation_reasons(config: Any) -> Iterator[str]:
         )
 
 
+def _store_reasons(settings: Any) -> Iterator[str]:
+    """Of a config, or of the arguments, which hold both before a config does."""
+    stored = getattr(settings, "activation_func_fp8_input_store", False)
+    if stored and getattr(settings, "moeblaze_recompute_fc1", False):
+        yield (
+            "activation_func_fp8_input_store=True, moeblaze_recompute_fc1=True: what is recomputed "
+            "is not stored, leave one of the two out"
+        )
+
+
 def _graph_reasons(config: Any) -> Iterator[str]:
     impl = getattr(config, "cuda_graph_impl", "none")
     modules = getattr(config, "cuda_graph_modules", None)
@@ -289,6 +295,7 @@ def unsupported_reasons(config: Any) -> list[str]:
         *_size_reasons(config),
         *_parallel_reasons(config),
         *_activation_reasons(config),
+        *_store_reasons(config),
         *_graph_reasons(config),
         *_overlap_reasons(config),
         *_offload_reasons(config),
@@ -297,7 +304,7 @@ def unsupported_reasons(config: Any) -> list[str]:
 
 def unsupported_arguments(args: Any) -> list[str]:
     """The same for Megatron's command-line arguments that do not reach the TransformerConfig."""
-    return list(_table_reasons(args, ARGUMENTS))
+    return [*_table_reasons(args, ARGUMENTS), *_store_reasons(args)]
 
 
 def check_config(config: Any) -> None:

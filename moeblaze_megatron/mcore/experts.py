@@ -178,6 +178,7 @@ class MoEBlazeExperts(MegatronModule):
             activation=self.activation,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
             recompute_fc1=bool(getattr(self.config, "moeblaze_recompute_fc1", False)),
+            fp8_store=self.config.activation_func_fp8_input_store,
             **({} if workspace is None else {"workspace_bytes": workspace << 20}),
         )
         return output, None

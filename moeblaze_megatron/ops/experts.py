@@ -142,7 +142,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fused, workspace_bytes,
-        recompute_fc1, differentiate,
+        recompute_fc1, fp8_store, differentiate,
     ):  # fmt: skip
         x, fc1_weight, fc2_weight, probs = map(_packed, (x, fc1_weight, fc2_weight, probs))
         ops = kernels_for(x)
@@ -160,7 +160,9 @@ class _Experts(torch.autograd.Function):
             ops.combine(rows, lists, output, h)
 
         if differentiate:
-            ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output)
+            del act, rows  # the copy in fp8 takes their place, beneath the peak
+            stored = ops.quantize(fc1_output, lists) if fp8_store else (fc1_output,)
+            ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, *stored)
             ctx.lists, ctx.dense, ctx.activation = lists, dense, activation
             ctx.fused, ctx.workspace_bytes, ctx.spent = fused, workspace_bytes, False
         return output
@@ -177,10 +179,15 @@ class _Experts(torch.autograd.Function):
                 "over the activations it saved; run forward again, or sum the losses first."
             )
         ctx.spent = True
-        x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_output = ctx.saved_tensors
+        x, fc1_weight, fc2_weight, probs, permuted_probs, *stored = ctx.saved_tensors
         lists, ops, given = ctx.lists, kernels_for(x), ctx.workspace_bytes
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
-        if fc1_output is None:  # recompute_fc1
+        fc1_output = stored[0]
+        if len(stored) == 2:  # fp8_store
+            fc1_output = ops.dequantize(*stored, lists, x.dtype)
+            for tensor in stored:  # autograd holds what it saved until this returns
+                tensor.untyped_storage().resize_(0)
+        elif fc1_output is None:  # recompute_fc1
             workspace = given or sizes.forward_workspace
             fc1_output = _fc1(
                 ops, x, fc1_weight, permuted_probs, lists, ctx.activation, True, workspace
@@ -225,7 +232,7 @@ class _Experts(torch.autograd.Function):
                 part = into[:, :, h : h + rows.shape[1]]
                 side = "b" if rows is x else None
                 ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
-        return grad_x, grad_fc1, grad_fc2, grad_probs, *[None] * 7
+        return grad_x, grad_fc1, grad_fc2, grad_probs, *[None] * 8
 
 
 def _fc1(
@@ -324,7 +331,7 @@ def _aligned(
 
 def _check_arguments(
     x, fc1_weight, fc2_weight, probs, routing_map, topk, topk_indices, topk_probs, lists,
-    activation, fusion, workspace_bytes,
+    activation, fusion, workspace_bytes, recompute_fc1, fp8_store,
 ) -> None:  # fmt: skip
     """Raises one ValueError with everything that does not fit."""
     required = {"x": x, "fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
@@ -422,6 +429,10 @@ def _check_arguments(
         isinstance(workspace_bytes, int) and workspace_bytes > 0
     ):
         reasons.append(f"workspace_bytes={workspace_bytes!r} must be a positive int")
+    if recompute_fc1 and fp8_store:
+        reasons.append(
+            "recompute_fc1=True saves no fc1_output that fp8_store=True could store; leave one out"
+        )
     if reasons:
         raise ValueError("moeblaze_experts: " + "; ".join(reasons))
 
@@ -442,6 +453,7 @@ def moeblaze_experts(
     gradient_accumulation_fusion: bool = False,
     workspace_bytes: int | None = None,
     recompute_fc1: bool = False,
+    fp8_store: bool = False,
     check: bool = False,
 ) -> torch.Tensor:
     """Routed experts of an MoE layer without permuted token buffers (arXiv 2601.05296).
@@ -468,6 +480,8 @@ def moeblaze_experts(
             combine work in column slices; at least 128 columns are taken. None fits it beneath the
             layer's own peak (`ops.memory`).
         recompute_fc1: save nothing but x and index lists, and run fc1 again in backward.
+        fp8_store: save `fc1_output` in MXFP8 (`ops.mxfp8`), 33/32 bytes an element. The output is
+            the same; gradients see the activation's input rounded. Not with `recompute_fc1`.
         check: refuse expert ids out of range or named twice; waits for the device. Always done on
             the CPU. Unchecked, ids out of range route nowhere and a repeated expert counts twice.
     Returns:
@@ -477,7 +491,7 @@ def moeblaze_experts(
     """
     _check_arguments(
         x, fc1_weight, fc2_weight, probs, routing_map, topk, topk_indices, topk_probs, index_lists,
-        activation, gradient_accumulation_fusion, workspace_bytes,
+        activation, gradient_accumulation_fusion, workspace_bytes, recompute_fc1, fp8_store,
     )  # fmt: skip
     E, T = fc1_weight.shape[0], x.shape[0]
     if index_lists is not None:
@@ -505,6 +519,7 @@ def moeblaze_experts(
         fused,
         workspace_bytes,
         recompute_fc1,
+        fp8_store,
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable),
     )
     return output if output.shape[1] == H else output[:, :H]

@@ -1,9 +1,11 @@
 """The GEMMs of `gemm` for Hopper GPUs in bf16 and fp16, written in Gluon.
 
-One persistent program a multiprocessor. Loader warps keep a ring of shared-memory stages full, by
-TMA and, for rows gathered by index, by asynchronous copies; eight warps multiply with wgmma. While
-these write a tile out through shared memory, the loaders already fetch the next one, which is what
-the plain kernels cannot do. Same sums in the same order as the plain kernels, bit for bit.
+One persistent program a multiprocessor. A ring of shared-memory stages is kept full by one warp
+through TMA and, for rows gathered by index, by two warps through asynchronous copies. Two
+warpgroups multiply with wgmma, each half the rows of a tile, and wait for each other only through
+the ring: while one writes its half out, the other may have the tensor cores to itself, and the next
+tile is already on its way. Same sums in the same order as the plain kernels, bit for bit; SiLU in
+fewer instructions.
 
 T tokens, E experts, H hidden size, F ffn hidden size, R routed rows. M, N are the rows and columns
 of a weight gradient.
@@ -30,11 +32,13 @@ from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.tiles import BLOCK_R, GROUP, bind_device, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
-BLOCK_F = 128  # of each accumulator of fc1
-BLOCK_N = 256
-LOADER_REGISTERS = 72
-WGRAD_REGISTERS = 104
-NUM_WARPS = 8  # of the warps that multiply: two warpgroups
+BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
+HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
+WRITE_N = 64  # columns that leave at once
+STAGES = 4
+NUM_WARPS = 4  # of a warpgroup that multiplies
+MULTIPLY_REGISTERS = 192
+LOAD_REGISTERS = 120
 
 
 @lru_cache
@@ -52,7 +56,7 @@ def fits(x: torch.Tensor) -> bool:
 
 
 def fits_fc1(x: torch.Tensor, F: int) -> bool:
-    return fits(x) and x.shape[1] % BLOCK_K == 0 and F % BLOCK_F == 0
+    return fits(x) and x.shape[1] % BLOCK_K == 0 and F % (BLOCK_N // 2) == 0
 
 
 def fits_rows(a: torch.Tensor) -> bool:
@@ -88,15 +92,18 @@ def _tile_of(index, num_tiles, num_cols, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _ring(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers of the stages: `empty`, and `ready` after ARRIVALS: 1 for the bytes that TMA brings
-    and 128 for the threads that copy, where any do."""
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+def _barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Of the ring: `empty`, which both multipliers say; `copied`, by each of 64 threads that copy;
+    `ready`, after ARRIVALS: of the bytes that TMA brings, and of the copies."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(copied.index(i), count=64)
         mbarrier.init(ready.index(i), count=ARRIVALS)
-    return empty, ready
+    return empty, copied, ready
 
 
 @gluon.jit
@@ -107,11 +114,9 @@ def _await_empty(empty, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _await_ready(ready, step, copied, STAGES: gl.constexpr):
+def _await(barriers, step, STAGES: gl.constexpr):
     stage = step % STAGES
-    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-    if copied:  # asynchronous copies write through another proxy than the one wgmma reads by
-        fence_async_shared()
+    mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
     return stage
 
 
@@ -122,16 +127,86 @@ def _release_previous(empty, step, used, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(
+def _announce(steps, copied, ready, step, STAGES: gl.constexpr):
+    """Passes `copied` on as `ready`: copies come by another proxy than wgmma reads by."""
+    for _ in range(steps):
+        stage = _await(copied, step, STAGES)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(stage), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _announce_rows(
+    copied,
+    ready,
+    tile_expert_ptr,  # [num_tiles]
+    num_tiles,
+    num_cols,
+    K: gl.constexpr,
+    GATHER: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp, beside `_copy_rows`."""
+    if GATHER:
+        step = 0
+        for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
+            tile, _ = _tile_of(index, num_tiles, num_cols, GROUP)
+            if gl.load(tile_expert_ptr + tile) >= 0:
+                step = _announce(K // BLOCK_K, copied, ready, step, STAGES)
+
+
+@gluon.jit
+def _copy_rows(
     a_ptr,  # [T, K] when GATHER, else unused
+    a_stages,
+    empty,
+    copied,
+    expert_token_indices_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
+    tile_expert_ptr,  # [num_tiles]
+    tile_row_start_ptr,  # [num_tiles]
+    num_tiles,
+    num_cols,
+    K: gl.constexpr,
+    GATHER: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Two warps: rows by token, 16 bytes a thread and copy."""
+    if GATHER:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+        depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+        step = 0
+        for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
+            tile, _ = _tile_of(index, num_tiles, num_cols, GROUP)
+            expert = gl.load(tile_expert_ptr + tile)
+            if expert >= 0:
+                row_start = gl.load(tile_row_start_ptr + tile)
+                rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
+                end = gl.load(expert_token_offsets_ptr + expert + 1)
+                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+                ptrs = a_ptr + token.to(gl.int64)[:, None] * K + depth[None, :]
+                for k0 in range(0, K, BLOCK_K):
+                    stage = _await_empty(empty, step, STAGES)
+                    async_copy.async_copy_global_to_shared(a_stages.index(stage), ptrs + k0)
+                    async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
+                    step += 1
+
+
+@gluon.jit
+def _fetch_rows(
     a_desc,  # [R, K] unless GATHER, else unused
     weight_desc,  # [E * weight_rows, K] when N_FIRST, else [E * weight_rows, N]
     a_stages,
     weight_stages,
     empty,
     ready,
-    expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
     num_tiles,
@@ -142,48 +217,42 @@ def _load(
     GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
     GATED: gl.constexpr,
-    BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Loader, four warps: weights by TMA; rows by TMA, or by token, 16 bytes a thread and copy."""
+    """One warp: weights, and rows that need no lookup, by TMA."""
     PARTS: gl.constexpr = 2 if GATED else 1  # gate and up halves are two loads
+    COLS: gl.constexpr = BLOCK_N // PARTS
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
         0 if GATHER else a_desc.block_type.nbytes
     )
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     step = 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
         expert = gl.load(tile_expert_ptr + tile)
         if expert >= 0:
             row_start = gl.load(tile_row_start_ptr + tile)
-            n0 = n_start + col * BLOCK_N
+            n0 = n_start + col * COLS
             first = expert * weight_rows
-            if GATHER:
-                rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-                end = gl.load(expert_token_offsets_ptr + expert + 1)
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
-                depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-                a_ptrs = a_ptr + token.to(gl.int64)[:, None] * K + depth[None, :]
             for k0 in range(0, K, BLOCK_K):
                 stage = _await_empty(empty, step, STAGES)
                 bar = ready.index(stage)
                 mbarrier.expect(bar, BYTES)
-                for part in gl.static_range(PARTS):
-                    if N_FIRST:
-                        row, column = first + part * (weight_rows // 2) + n0, k0
-                    else:
-                        row, column = first + k0, n0
-                    tma.async_copy_global_to_shared(
-                        weight_desc, [row, column], bar, weight_stages.index(PARTS * stage + part)
-                    )
-                if GATHER:
-                    async_copy.async_copy_global_to_shared(a_stages.index(stage), a_ptrs + k0)
-                    async_copy.mbarrier_arrive(bar, increment_count=False)
+                if N_FIRST:
+                    for part in gl.static_range(PARTS):
+                        tma.async_copy_global_to_shared(
+                            weight_desc,
+                            [first + part * (weight_rows // 2) + n0, k0],
+                            bar,
+                            weight_stages.index(stage).slice(part * COLS, COLS),
+                        )
                 else:
+                    tma.async_copy_global_to_shared(
+                        weight_desc, [first + k0, n0], bar, weight_stages.index(stage)
+                    )
+                if not GATHER:
                     tma.async_copy_global_to_shared(
                         a_desc, [row_start, k0], bar, a_stages.index(stage)
                     )
@@ -191,49 +260,122 @@ def _load(
 
 
 @gluon.jit
-def _write_half(
-    value, buffer, out_desc, out_ptr, row_start, row_end, n0, cols, NUM_WARPS: gl.constexpr
+def _halves(value):
+    """Left and right half of the columns; each thread keeps what it has."""
+    ROWS: gl.constexpr = value.shape[0]
+    HALF: gl.constexpr = value.shape[1] // 2
+    return gl.split(value.reshape((ROWS, 2, HALF)).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _write_part(
+    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
 ):  # fmt: skip
-    """Half of a tile, by TMA; one that ends inside is written row by row."""
-    BLOCK_R: gl.constexpr = value.shape[0]
-    BLOCK_N: gl.constexpr = value.shape[1]
+    """A square part of a tile, by TMA; one that ends inside is written row by row."""
+    SIZE: gl.constexpr = value.shape[0]
     value = value.to(out_ptr.dtype.element_ty)
-    if row_start + BLOCK_R <= row_end:
-        tma.store_wait(1)  # the half before the last one has left this buffer
-        buffer.store(value)
+    target = buffer.permute((1, 0)) if TRANSPOSED else buffer
+    if row + SIZE <= row_end:
+        tma.store_wait(1)  # the part before the last one has left this buffer
+        target.store(value)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row_start, n0], buffer)
+        tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
     else:
         tma.store_wait(0)
-        buffer.store(value)
-        WIDE: gl.constexpr = BLOCK_N // 8
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [NUM_WARPS, 1], [1, 0])
-        r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-        n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        ptrs = out_ptr + row_start.to(gl.int64) * cols + (r[:, None] * cols + n[None, :])
-        inside = (row_start + r < row_end)[:, None] & (n < cols)[None, :]
+        target.store(value)
+        WIDE: gl.constexpr = SIZE // 8
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [4, 1], [1, 0])
+        r = gl.arange(0, SIZE, gl.SliceLayout(1, layout))
+        n = n0 + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+        ptrs = out_ptr + row.to(gl.int64) * stride + (r[:, None] * stride + n[None, :])
+        inside = (row + r < row_end)[:, None] & (n < cols)[None, :]
         gl.store(ptrs, buffer.load(layout), mask=inside)
 
 
 @gluon.jit
 def _write_tile(
-    value,
-    buffers,  # shared memory of two halves of the tile
-    out_desc,  # [R, cols]
-    out_ptr,  # [R, cols]
-    row_start,
+    value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
+    buffers,  # shared memory; parts go through the two from `slot` on
+    slot: gl.constexpr,
+    out_desc,  # [rows, cols]
+    out_ptr,  # [rows, cols] by `stride`
+    row,
     row_end,  # rows from here on belong to the next expert
     n0,
     cols,
-    NUM_WARPS: gl.constexpr,
+    stride,
+    WRITE_N: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):
-    """A tile of rows in two halves, so that one is filled while the other leaves."""
-    BLOCK_R: gl.constexpr = value.shape[0]
+    """Parts of WRITE_N columns, so that one is filled while the other leaves."""
     HALF: gl.constexpr = value.shape[1] // 2
-    left, right = gl.split(value.reshape((BLOCK_R, 2, HALF)).permute((0, 2, 1)))
-    _write_half(left, buffers.index(0), out_desc, out_ptr, row_start, row_end, n0, cols, NUM_WARPS)
-    _write_half(
-        right, buffers.index(1), out_desc, out_ptr, row_start, row_end, n0 + HALF, cols, NUM_WARPS
+    left, right = _halves(value)
+    next_row = row + HALF if TRANSPOSED else row
+    next_n = n0 if TRANSPOSED else n0 + HALF
+    if HALF > WRITE_N:
+        _write_tile(
+            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, WRITE_N,
+            TRANSPOSED,
+        )  # fmt: skip
+        _write_tile(
+            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
+            WRITE_N, TRANSPOSED,
+        )  # fmt: skip
+    else:
+        _write_part(
+            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
+        )
+        _write_part(
+            right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
+            stride, TRANSPOSED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(
+    half: gl.constexpr,  # of a stage's rows, this warpgroup's
+    used,  # whether any of them is in use
+    a_stages,
+    weight_stages,
+    empty,
+    ready,
+    step,
+    K: gl.constexpr,
+    N_FIRST: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    HALF_R: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A warpgroup's rows of a tile times the weights, with one step always in flight."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc = gl.zeros((HALF_R, BLOCK_N), gl.float32, layout)
+    if used:
+        for k0 in range(0, K, BLOCK_K):
+            stage = _await(ready, step, STAGES)
+            a = a_stages.index(stage).slice(half * HALF_R, HALF_R)
+            w = weight_stages.index(stage)
+            if N_FIRST:
+                w = w.permute((1, 0))
+            acc = warpgroup_mma(a, w, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            _release_previous(empty, step, k0 > 0, STAGES)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        _release_previous(empty, step, True, STAGES)
+    else:  # only ever the second half
+        for _ in range(0, K, BLOCK_K):
+            _await(ready, step, STAGES)
+            step += 1
+            _release_previous(empty, step, True, STAGES)
+    return acc, step
+
+
+@gluon.jit
+def _approximate(op: gl.constexpr, x):
+    """An fp32 instruction of the special function unit, within 2 ulp, subnormals as zero."""
+    return gl.inline_asm_elementwise(
+        op + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
@@ -241,7 +383,7 @@ def _write_tile(
 def _activate(gate, up, ACTIVATION: gl.constexpr):
     """f(gate) * up when gated, else f(gate), as `activation.activate`."""
     if ACTIVATION == "swiglu" or ACTIVATION == "silu":
-        y = gate / (1.0 + gl.exp(-gate))
+        y = gate * _approximate("rcp", 1.0 + _approximate("ex2", gate * -1.4426950408889634))
     elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
         y = gate * (0.5 * (1.0 + gl.erf(gate * 0.7071067811865476)))
     else:
@@ -255,6 +397,7 @@ def _activate(gate, up, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _multiply_fc1(
+    half: gl.constexpr,
     permuted_probs_ptr,  # [R]
     fc1_output_ptr,  # [R, 2F] or [R, F]
     fc1_output_desc,
@@ -275,59 +418,50 @@ def _multiply_fc1(
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
     SAVE: gl.constexpr,
-    GATHER: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_F: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    HALF_R: gl.constexpr,
+    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
 ):
-    """Accumulators of gate and up in registers, then activation and probability."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_F, 16])
+    """One warpgroup: gate and up side by side in registers, then activation and probability."""
+    COLS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     WIDTH: gl.constexpr = 2 * F if GATED else F
     step = 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
         expert = gl.load(tile_expert_ptr + tile)
         if expert >= 0:
-            row_start = gl.load(tile_row_start_ptr + tile)
+            row_start = gl.load(tile_row_start_ptr + tile) + half * HALF_R
             end = gl.load(expert_token_offsets_ptr + expert + 1)
-            gate = gl.zeros((BLOCK_R, BLOCK_F), gl.float32, layout)
-            up = gate
-            for h0 in range(0, H, BLOCK_H):
-                stage = _await_ready(ready, step, GATHER, STAGES)
-                x = a_stages.index(stage)
+            used = row_start < end
+            acc, step = _multiply(
+                half, used, a_stages, weight_stages, empty, ready, step, H, True, BLOCK_N, BLOCK_H,
+                HALF_R, STAGES,
+            )  # fmt: skip
+            if used:
+                f0 = col * COLS
+                gate, up = acc, acc
                 if GATED:
-                    w = weight_stages.index(2 * stage).permute((1, 0))
-                    w_up = weight_stages.index(2 * stage + 1).permute((1, 0))
-                    gate = warpgroup_mma(x, w, gate, is_async=True)
-                    up = warpgroup_mma(x, w_up, up, is_async=True)
-                    gate, up = warpgroup_mma_wait(2, deps=(gate, up))
-                else:
-                    w = weight_stages.index(stage).permute((1, 0))
-                    gate = warpgroup_mma(x, w, gate, is_async=True)
-                    gate = warpgroup_mma_wait(1, deps=(gate,))
-                _release_previous(empty, step, h0 > 0, STAGES)
-                step += 1
-            gate, up = warpgroup_mma_wait(0, deps=(gate, up))
-            _release_previous(empty, step, True, STAGES)
-
-            f0 = col * BLOCK_F
-            if SAVE:
-                _write_tile(
-                    gate, buffers, fc1_output_desc, fc1_output_ptr, row_start, end, f0, WIDTH,
-                    NUM_WARPS,
-                )  # fmt: skip
-                if GATED:
+                    gate, up = _halves(acc)
+                if SAVE:
                     _write_tile(
-                        up, buffers, fc1_output_desc, fc1_output_ptr, row_start, end, F + f0, WIDTH,
-                        NUM_WARPS,
+                        gate, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end,
+                        f0, WIDTH, WIDTH, WRITE_N, False,
                     )  # fmt: skip
-            rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-            prob = gl.load(permuted_probs_ptr + rows, mask=rows < end, other=0.0)
-            act = _activate(gate, up, ACTIVATION) * prob[:, None]
-            _write_tile(act, buffers, act_desc, act_ptr, row_start, end, f0, F, NUM_WARPS)
+                    if GATED:
+                        _write_tile(
+                            up, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end,
+                            F + f0, WIDTH, WIDTH, WRITE_N, False,
+                        )  # fmt: skip
+                rows = row_start + gl.arange(0, HALF_R, gl.SliceLayout(1, gate.type.layout))
+                prob = gl.load(permuted_probs_ptr + rows, mask=rows < end, other=0.0)
+                act = _activate(gate, up, ACTIVATION) * prob[:, None]
+                _write_tile(
+                    act, buffers, 2 * half, act_desc, act_ptr, row_start, end, f0, F, F, WRITE_N,
+                    False,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -353,12 +487,14 @@ def _fc1_hopper_kernel(
     SAVE: gl.constexpr,
     GATHER: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    BLOCK_F: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     BLOCK_H: gl.constexpr,
+    HALF_R: gl.constexpr,
+    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
 ):
     """act = prob * f(x W^T). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
     PARTS: gl.constexpr = 2 if GATED else 1
@@ -366,34 +502,57 @@ def _fc1_hopper_kernel(
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_H], dtype)
     x_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_H], rows_layout)
     weight_stages = gl.allocate_shared_memory(
-        dtype, [PARTS * STAGES, BLOCK_F, BLOCK_H], fc1_weight_desc.layout
+        dtype, [STAGES, BLOCK_N, BLOCK_H], fc1_weight_desc.layout
     )
-    buffers = gl.allocate_shared_memory(dtype, [2, BLOCK_R, BLOCK_F // 2], act_desc.layout)
-    empty, ready = _ring(STAGES, 1 + 128 if GATHER else 1)
-    num_cols = F // BLOCK_F
+    buffers = gl.allocate_shared_memory(dtype, [4, HALF_R, WRITE_N], act_desc.layout)
+    empty, copied, ready = _barriers(STAGES, 2 if GATHER else 1)
+    num_cols = gl.cdiv(F, BLOCK_N // PARTS)
     gl.warp_specialize(
         [
             (
                 _multiply_fc1,
                 (
-                    permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
+                    0, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
                     x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
                     tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
-                    GATED, SAVE, GATHER, BLOCK_R, BLOCK_F, BLOCK_H, GROUP, STAGES, NUM_WARPS,
+                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
-                _load,
+                _multiply_fc1,
                 (
-                    x_ptr, x_desc, fc1_weight_desc, x_stages, weight_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, tile_expert_ptr,
-                    tile_row_start_ptr, num_tiles, num_cols, 0, PARTS * F, H, GATHER, True, GATED,
-                    BLOCK_R, BLOCK_F, BLOCK_H, GROUP, STAGES,
+                    1, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
+                    x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
+                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
+                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES,
+                ),
+            ),
+            (
+                _copy_rows,
+                (
+                    x_ptr, x_stages, empty, copied, expert_token_indices_ptr,
+                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
+                    num_cols, H, GATHER, BLOCK_R, BLOCK_H, GROUP, STAGES,
+                ),
+            ),
+            (
+                _fetch_rows,
+                (
+                    x_desc, fc1_weight_desc, x_stages, weight_stages, empty, ready,
+                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, 0, PARTS * F, H,
+                    GATHER, True, GATED, BLOCK_N, BLOCK_H, GROUP, STAGES,
+                ),
+            ),
+            (
+                _announce_rows,
+                (
+                    copied, ready, tile_expert_ptr, num_tiles, num_cols, H, GATHER, BLOCK_H, GROUP,
+                    STAGES,
                 ),
             ),
         ],
-        [4],
-        [LOADER_REGISTERS],
+        [4, 2, 1, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -415,12 +574,12 @@ def fc1(
     _fc1_hopper_kernel[(_programs(x.device),)](
         x,
         None if gather else _descriptor(x, BLOCK_R, BLOCK_K),
-        _descriptor(fc1_weight.view(E * width, H), BLOCK_F, BLOCK_K),
+        _descriptor(fc1_weight.view(E * width, H), BLOCK_N // 2 if gated else BLOCK_N, BLOCK_K),
         permuted_probs,
         saved,
-        _descriptor(saved, BLOCK_R, BLOCK_F // 2),
+        _descriptor(saved, HALF_R, WRITE_N),
         act,
-        _descriptor(act, BLOCK_R, BLOCK_F // 2),
+        _descriptor(act, HALF_R, WRITE_N),
         lists.expert_token_indices,
         lists.expert_token_offsets,
         lists.tile_expert,
@@ -433,18 +592,21 @@ def fc1(
         fc1_output is not None,
         gather,
         BLOCK_R,
-        BLOCK_F,
+        BLOCK_N,
         BLOCK_K,
+        HALF_R,
+        WRITE_N,
         GROUP,
-        4,
-        NUM_WARPS,
-        LOADER_REGISTERS,
+        STAGES,
+        MULTIPLY_REGISTERS,
+        LOAD_REGISTERS,
         num_warps=NUM_WARPS,
     )
 
 
 @gluon.jit
 def _multiply_rows(
+    half: gl.constexpr,
     out_ptr,  # [R, cols]
     out_desc,
     a_stages,
@@ -459,39 +621,32 @@ def _multiply_rows(
     num_cols,
     cols,
     K: gl.constexpr,
-    GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
-    BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    HALF_R: gl.constexpr,
+    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
 ):
-    """Row tile times weight tile, step by step, with one step always in flight."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_N, 16])
+    """One warpgroup of a row tile times a weight tile."""
     step = 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
         expert = gl.load(tile_expert_ptr + tile)
         if expert >= 0:
-            row_start = gl.load(tile_row_start_ptr + tile)
+            row_start = gl.load(tile_row_start_ptr + tile) + half * HALF_R
             end = gl.load(expert_token_offsets_ptr + expert + 1)
-            acc = gl.zeros((BLOCK_R, BLOCK_N), gl.float32, layout)
-            for k0 in range(0, K, BLOCK_K):
-                stage = _await_ready(ready, step, GATHER, STAGES)
-                w = weight_stages.index(stage)
-                if N_FIRST:
-                    w = w.permute((1, 0))
-                acc = warpgroup_mma(a_stages.index(stage), w, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                _release_previous(empty, step, k0 > 0, STAGES)
-                step += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            _release_previous(empty, step, True, STAGES)
-            _write_tile(
-                acc, buffers, out_desc, out_ptr, row_start, end, col * BLOCK_N, cols, NUM_WARPS
-            )
+            used = row_start < end
+            acc, step = _multiply(
+                half, used, a_stages, weight_stages, empty, ready, step, K, N_FIRST, BLOCK_N,
+                BLOCK_K, HALF_R, STAGES,
+            )  # fmt: skip
+            if used:
+                _write_tile(
+                    acc, buffers, 2 * half, out_desc, out_ptr, row_start, end, col * BLOCK_N, cols,
+                    cols, WRITE_N, False,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -516,10 +671,12 @@ def _rows_hopper_kernel(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    HALF_R: gl.constexpr,
+    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
 ):
     """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]"""
     dtype: gl.constexpr = a_ptr.dtype.element_ty
@@ -530,32 +687,53 @@ def _rows_hopper_kernel(
         [STAGES] + weight_desc.block_type.shape,  # noqa: RUF005 (Gluon has no starred lists)
         weight_desc.layout,
     )
-    buffers = gl.allocate_shared_memory(dtype, [2, BLOCK_R, BLOCK_N // 2], out_desc.layout)
-    empty, ready = _ring(STAGES, 1 + 128 if GATHER else 1)
+    buffers = gl.allocate_shared_memory(dtype, [4, HALF_R, WRITE_N], out_desc.layout)
+    empty, copied, ready = _barriers(STAGES, 2 if GATHER else 1)
     num_cols = gl.cdiv(cols, BLOCK_N)
     gl.warp_specialize(
         [
             (
                 _multiply_rows,
                 (
-                    out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
+                    0, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, cols, K, GATHER, N_FIRST, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
-                    NUM_WARPS,
+                    num_cols, cols, K, N_FIRST, BLOCK_N, BLOCK_K, HALF_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
-                _load,
+                _multiply_rows,
                 (
-                    a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, tile_expert_ptr,
+                    1, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
+                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
+                    num_cols, cols, K, N_FIRST, BLOCK_N, BLOCK_K, HALF_R, WRITE_N, GROUP, STAGES,
+                ),
+            ),
+            (
+                _copy_rows,
+                (
+                    a_ptr, a_stages, empty, copied, expert_token_indices_ptr,
+                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
+                    num_cols, K, GATHER, BLOCK_R, BLOCK_K, GROUP, STAGES,
+                ),
+            ),
+            (
+                _fetch_rows,
+                (
+                    a_desc, weight_desc, a_stages, weight_stages, empty, ready, tile_expert_ptr,
                     tile_row_start_ptr, num_tiles, num_cols, n_start, weight_rows, K, GATHER,
-                    N_FIRST, False, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
+                    N_FIRST, False, BLOCK_N, BLOCK_K, GROUP, STAGES,
+                ),
+            ),
+            (
+                _announce_rows,
+                (
+                    copied, ready, tile_expert_ptr, num_tiles, num_cols, K, GATHER, BLOCK_K, GROUP,
+                    STAGES,
                 ),
             ),
         ],
-        [4],
-        [LOADER_REGISTERS],
+        [4, 2, 1, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -576,7 +754,7 @@ def rows_gemm(
         None if gather else _descriptor(a, BLOCK_R, BLOCK_K),
         _descriptor(weight.view(E * weight_rows, weight_cols), *block),
         out,
-        _descriptor(out, BLOCK_R, BLOCK_N // 2),
+        _descriptor(out, HALF_R, WRITE_N),
         lists.expert_token_indices,
         lists.expert_token_offsets,
         lists.tile_expert,
@@ -591,16 +769,18 @@ def rows_gemm(
         BLOCK_R,
         BLOCK_N,
         BLOCK_K,
+        HALF_R,
+        WRITE_N,
         GROUP,
-        3,
-        NUM_WARPS,
-        LOADER_REGISTERS,
+        STAGES,
+        MULTIPLY_REGISTERS,
+        LOAD_REGISTERS,
         num_warps=NUM_WARPS,
     )
 
 
 @gluon.jit
-def _copy_rows(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _copy(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.constexpr):
     """One stage of a weight gradient by asynchronous copies; what is outside becomes zero."""
     c = c0 + gl.arange(0, stage.shape[1], gl.SliceLayout(0, layout))
     ptrs = ptr + row.to(gl.int64)[:, None] * WIDTH + c[None, :]
@@ -610,104 +790,148 @@ def _copy_rows(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
-def _load_wgrad(
-    a_ptr,  # [T, M] when GATHER_A, else [R, M]
-    a_desc,  # [R, M] unless GATHER_A
-    b_ptr,  # [T, N] when GATHER_B, else [R, N]
-    b_desc,  # [R, N] unless GATHER_B
-    a_stages,
-    b_stages,
-    empty,
+def _piece(
+    index, expert_token_offsets_ptr, M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Expert, first row and column, and the expert's routed rows of the index-th tile."""
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    expert = index // (num_m * num_n)
+    tile_m, tile_n = _tile_of(index % (num_m * num_n), num_m, num_n, GROUP)
+    start = gl.load(expert_token_offsets_ptr + expert)
+    end = gl.load(expert_token_offsets_ptr + expert + 1)
+    return expert, tile_m * BLOCK_M, tile_n * BLOCK_N, start, end
+
+
+@gluon.jit
+def _announce_wgrad(
+    copied,
     ready,
-    expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
-    E,
+    pieces,
     M: gl.constexpr,
     N: gl.constexpr,
-    GATHER_A: gl.constexpr,
-    GATHER_B: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Loader: both operands of each step. Whole steps by TMA, but for the gathered operand.
-
-    The last step of an expert may end in rows of the next one, or in rows never written, which may
-    be NaN: both operands are copied under a mask there.
-    """
-    WIDE_A: gl.constexpr = BLOCK_M // 8 if BLOCK_M < 256 else 32
-    WIDE_B: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32
-    layout_a: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE_A, WIDE_A], [4, 1], [1, 0])
-    layout_b: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE_B, WIDE_B], [4, 1], [1, 0])
-    gathered: gl.constexpr = layout_a if GATHER_A else layout_b
-    BYTES: gl.constexpr = (0 if GATHER_A else a_desc.block_type.nbytes) + (
-        0 if GATHER_B else b_desc.block_type.nbytes
-    )
-    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, gathered))
-    ra = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout_a))
-    rb = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout_b))
-    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    """One warp, beside `_copy_wgrad`."""
     step = 0
-    for index in range(gl.program_id(0), num_m * num_n * E, gl.num_programs(0)):
-        expert = index // (num_m * num_n)
-        tile_m, tile_n = _tile_of(index % (num_m * num_n), num_m, num_n, GROUP)
-        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
-        start = gl.load(expert_token_offsets_ptr + expert)
-        end = gl.load(expert_token_offsets_ptr + expert + 1)
-        whole = start + (end - start) // BLOCK_R * BLOCK_R
-        token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
-        for r0 in range(start, whole, BLOCK_R):
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, _, _, start, end = _piece(index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP)
+        step = _announce(gl.cdiv(end - start, BLOCK_R), copied, ready, step, STAGES)
+
+
+@gluon.jit
+def _copy_wgrad(
+    a_ptr,  # [T, M] when GATHER, else [R, M]
+    b_ptr,  # [R, N]
+    a_stages,
+    b_stages,
+    empty,
+    copied,
+    expert_token_indices_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
+    pieces,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    GATHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Two warps: the gathered operand, and both in the last step of an expert.
+
+    That step may end in rows of the next expert, or in rows never written, which may be NaN.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
+    step = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, m0, n0, start, end = _piece(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+        )
+        if GATHER:
+            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
+        for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, BYTES)
-            if GATHER_A:
-                _copy_rows(a_stages.index(stage), a_ptr, token, r >= 0, m0, M, layout_a)
+            a, b = a_stages.index(stage), b_stages.index(stage)
+            if r0 + BLOCK_R <= end:
+                if GATHER:
+                    _copy(a, a_ptr, token, r >= 0, m0, M, layout)
             else:
-                tma.async_copy_global_to_shared(a_desc, [r0, m0], bar, a_stages.index(stage))
-            if GATHER_B:
-                _copy_rows(b_stages.index(stage), b_ptr, token, r >= 0, n0, N, layout_b)
-            else:
-                tma.async_copy_global_to_shared(b_desc, [r0, n0], bar, b_stages.index(stage))
-            if GATHER_A or GATHER_B:
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-                rows = r0 + BLOCK_R + r  # of the next step, read ahead
+                inside = r0 + r < end
+                _copy(a, a_ptr, token if GATHER else r0 + r, inside, m0, M, layout)
+                for c in gl.static_range(0, BLOCK_N, BLOCK_M):
+                    _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
+            async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
+            if GATHER:  # read ahead for the next step
+                rows = r0 + BLOCK_R + r
                 token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
-            else:
-                mbarrier.arrive(bar, count=128)
-            step += 1
-        if whole < end:
-            stage = _await_empty(empty, step, STAGES)
-            bar = ready.index(stage)
-            row_a, row_b = whole + ra, whole + rb
-            in_a, in_b = row_a < end, row_b < end
-            if GATHER_A:
-                row_a = gl.load(expert_token_indices_ptr + row_a, mask=in_a, other=0)
-            if GATHER_B:
-                row_b = gl.load(expert_token_indices_ptr + row_b, mask=in_b, other=0)
-            _copy_rows(a_stages.index(stage), a_ptr, row_a, in_a, m0, M, layout_a)
-            _copy_rows(b_stages.index(stage), b_ptr, row_b, in_b, n0, N, layout_b)
-            mbarrier.arrive(bar, count=1)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
 
 
 @gluon.jit
-def _add_tile(out_ptr, value, m0, n0, M, N, stride_m):
+def _fetch_wgrad(
+    a_desc,  # [R, M] unless GATHER
+    b_desc,  # [R, N]
+    a_stages,
+    b_stages,
+    empty,
+    ready,
+    expert_token_offsets_ptr,  # [E+1]
+    pieces,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    GATHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp: by TMA what `_copy_wgrad` does not copy."""
+    BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
+    step = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, m0, n0, start, end = _piece(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+        )
+        for r0 in range(start, end, BLOCK_R):
+            stage = _await_empty(empty, step, STAGES)
+            bar = ready.index(stage)
+            if r0 + BLOCK_R <= end:
+                mbarrier.expect(bar, BYTES)
+                tma.async_copy_global_to_shared(b_desc, [r0, n0], bar, b_stages.index(stage))
+                if not GATHER:
+                    tma.async_copy_global_to_shared(a_desc, [r0, m0], bar, a_stages.index(stage))
+            else:
+                mbarrier.arrive(bar, count=1)
+            step += 1
+
+
+@gluon.jit
+def _add_tile(
+    out_ptr, value, m0, n0, M, N, stride, WRITE_N: gl.constexpr, TRANSPOSED: gl.constexpr
+):  # fmt: skip
     """out += value, summed in fp32, a few columns at a time: addresses take registers too."""
-    BLOCK_M: gl.constexpr = value.shape[0]
-    BLOCK_N: gl.constexpr = value.shape[1]
-    if BLOCK_M * BLOCK_N > 8192:
-        halves = value.reshape((BLOCK_M, 2, BLOCK_N // 2)).permute((0, 2, 1))
-        left, right = gl.split(halves)
-        _add_tile(out_ptr, left, m0, n0, M, N, stride_m)
-        _add_tile(out_ptr, right, m0, n0 + BLOCK_N // 2, M, N, stride_m)
+    COLS: gl.constexpr = value.shape[1]
+    if COLS > WRITE_N:
+        left, right = _halves(value)
+        _add_tile(out_ptr, left, m0, n0, M, N, stride, WRITE_N, TRANSPOSED)
+        _add_tile(out_ptr, right, m0, n0 + COLS // 2, M, N, stride, WRITE_N, TRANSPOSED)
     else:
         layout: gl.constexpr = value.type.layout
-        m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-        n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        ptrs = out_ptr + (m[:, None] * stride_m + n[None, :])
+        m = m0 + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+        n = n0 + gl.arange(0, COLS, gl.SliceLayout(0, layout))
+        if TRANSPOSED:
+            ptrs = out_ptr + (n[None, :] * stride + m[:, None])
+        else:
+            ptrs = out_ptr + (m[:, None] * stride + n[None, :])
         inside = (m < M)[:, None] & (n < N)[None, :]
         value += gl.load(ptrs, mask=inside, other=0.0).to(gl.float32)
         gl.store(ptrs, value.to(out_ptr.dtype.element_ty), mask=inside)
@@ -715,118 +939,147 @@ def _add_tile(out_ptr, value, m0, n0, M, N, stride_m):
 
 @gluon.jit
 def _multiply_wgrad(
-    out_ptr,  # [E, M, N] by the strides below
+    half: gl.constexpr,
+    out_ptr,  # [E, M, N], or [E, N, M] when TRANSPOSED
+    out_desc,  # the same as rows, unless ACCUMULATE
     a_stages,
     b_stages,
-    buffer,
+    buffers,
     empty,
     ready,
     expert_token_offsets_ptr,  # [E+1]
-    E,
+    pieces,
+    rows,
+    cols,
     M: gl.constexpr,
     N: gl.constexpr,
     out_stride_e: gl.constexpr,
-    out_stride_m: gl.constexpr,
-    GATHER: gl.constexpr,
+    out_stride: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr,
+    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
 ):
-    """Sum over an expert's rows, written as it is or added to what is there."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_N, 16])
-    WIDE: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [NUM_WARPS, 1], [1, 0])
-    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    """One warpgroup: the sum over an expert's rows, written as it is or added to what is there."""
+    HALF_M: gl.constexpr = BLOCK_M // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
-    for index in range(gl.program_id(0), num_m * num_n * E, gl.num_programs(0)):
-        expert = index // (num_m * num_n)
-        tile_m, tile_n = _tile_of(index % (num_m * num_n), num_m, num_n, GROUP)
-        start = gl.load(expert_token_offsets_ptr + expert)
-        end = gl.load(expert_token_offsets_ptr + expert + 1)
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        expert, m0, n0, start, end = _piece(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+        )
+        m0 += half * HALF_M
+        acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for r0 in range(start, end, BLOCK_R):
-            stage = _await_ready(ready, step, GATHER or r0 + BLOCK_R > end, STAGES)
-            a = a_stages.index(stage).permute((1, 0))
+            stage = _await(ready, step, STAGES)
+            a = a_stages.index(stage).slice(half * HALF_M, HALF_M, dim=1).permute((1, 0))
             acc = warpgroup_mma(a, b_stages.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             _release_previous(empty, step, r0 > start, STAGES)
             step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _release_previous(empty, step, start < end, STAGES)
-        # Offsets inside one expert's weight fit int32; `fits_wgrad` sees to it.
-        expert_ptr = out_ptr + expert.to(gl.int64) * out_stride_e
-        m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
         if ACCUMULATE:
             if start < end:
-                _add_tile(expert_ptr, acc, m0, n0, M, N, out_stride_m)
+                # Offsets inside one expert's weight fit int32; `fits_wgrad` sees to it.
+                expert_ptr = out_ptr + expert.to(gl.int64) * out_stride_e
+                _add_tile(expert_ptr, acc, m0, n0, M, N, out_stride, WRITE_N // 2, TRANSPOSED)
         else:
-            buffer.store(acc.to(out_ptr.dtype.element_ty))
-            m = m0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, rows))
-            n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, rows))
-            inside = (m < M)[:, None] & (n < N)[None, :]
-            ptrs = expert_ptr + (m[:, None] * out_stride_m + n[None, :])
-            gl.store(ptrs, buffer.load(rows), mask=inside)
+            first = expert * (out_stride_e // out_stride)
+            row, col = (n0, m0) if TRANSPOSED else (m0, n0)
+            _write_tile(
+                acc, buffers, 2 * half, out_desc, out_ptr, first + row, first + rows, col, cols,
+                out_stride, WRITE_N, TRANSPOSED,
+            )  # fmt: skip
+    tma.store_wait(0)
 
 
 @gluon.jit
 def _wgrad_hopper_kernel(
-    a_ptr,  # [T, M] when GATHER_A, else [R, M]
-    a_desc,  # [R, M] unless GATHER_A
-    b_ptr,  # [T, N] when GATHER_B, else [R, N]
-    b_desc,  # [R, N] unless GATHER_B
-    out_ptr,  # [E, M, N] by the strides below
+    a_ptr,  # [T, M] when GATHER, else [R, M]
+    a_desc,  # [R, M] unless GATHER
+    b_ptr,  # [R, N]
+    b_desc,  # [R, N]
+    out_ptr,  # [E, M, N], or [E, N, M] when TRANSPOSED, by the strides below
+    out_desc,  # the same as rows, unless ACCUMULATE
     expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
     E,
+    rows,  # of `out`; not compile-time constants, or branches would be left dead and not compile
+    cols,
     M: gl.constexpr,
     N: gl.constexpr,
     out_stride_e: gl.constexpr,
-    out_stride_m: gl.constexpr,
-    GATHER_A: gl.constexpr,
-    GATHER_B: gl.constexpr,
+    out_stride: gl.constexpr,
+    GATHER: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr,
+    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
-    WGRAD_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
 ):
     """out[e] = a^T b by expert. a = [1, 2, 3], b = [4, 5, 6], offsets = [0, 2, 3] -> [14, 18]"""
     dtype: gl.constexpr = a_ptr.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_M], dtype)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], dtype)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WRITE_N, WRITE_N], dtype)
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
-    buffer = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], out_layout)
-    empty, ready = _ring(STAGES, 1 + 128)
+    buffers = gl.allocate_shared_memory(dtype, [4, WRITE_N, WRITE_N], part_layout)
+    empty, copied, ready = _barriers(STAGES, 2)
+    pieces = E * gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
             (
                 _multiply_wgrad,
                 (
-                    out_ptr, a_stages, b_stages, buffer, empty, ready, expert_token_offsets_ptr, E,
-                    M, N, out_stride_e, out_stride_m, GATHER_A or GATHER_B, ACCUMULATE, BLOCK_M,
-                    BLOCK_N, BLOCK_R, GROUP, STAGES, NUM_WARPS,
+                    0, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
+                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
                 ),
             ),
             (
-                _load_wgrad,
+                _multiply_wgrad,
                 (
-                    a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, E, M, N, GATHER_A, GATHER_B,
-                    BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
+                    1, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
+                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
+                ),
+            ),
+            (
+                _copy_wgrad,
+                (
+                    a_ptr, b_ptr, a_stages, b_stages, empty, copied, expert_token_indices_ptr,
+                    expert_token_offsets_ptr, pieces, M, N, GATHER, BLOCK_M, BLOCK_N, BLOCK_R,
+                    GROUP, STAGES,
+                ),
+            ),
+            (
+                _fetch_wgrad,
+                (
+                    a_desc, b_desc, a_stages, b_stages, empty, ready, expert_token_offsets_ptr,
+                    pieces, M, N, GATHER, BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
+                ),
+            ),
+            (
+                _announce_wgrad,
+                (
+                    copied, ready, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N,
+                    BLOCK_R, GROUP, STAGES,
                 ),
             ),
         ],
-        [4],
-        [WGRAD_REGISTERS],
+        [4, 2, 1, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -842,31 +1095,39 @@ def wgrad(
     accumulate: bool,
     gather: str | None,
 ) -> None:
-    """`gemm.wgrad`. A gathered operand is the narrower side of the tile: fewer bytes to look up."""
-    E, M, N = out.shape
-    tile_m, tile_n = (256, 128) if gather == "b" else (128, 256)
+    """`gemm.wgrad`. A gathered operand takes the narrow side of the tile: fewer bytes to copy."""
+    E, rows, cols = out.shape
+    transposed = gather == "b"
+    if transposed:
+        a, b = b, a
+    all_rows = (E - 1) * out.stride(0) // out.stride(1) + rows
+    out_rows = out.as_strided((all_rows, cols), (out.stride(1), 1))
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
-        None if gather == "a" else _descriptor(a, BLOCK_K, tile_m),
+        None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
         b,
-        None if gather == "b" else _descriptor(b, BLOCK_K, tile_n),
+        _descriptor(b, BLOCK_K, BLOCK_N),
         out,
+        None if accumulate else _descriptor(out_rows, WRITE_N, WRITE_N),
         lists.expert_token_indices,
         lists.expert_token_offsets,
         E,
-        M,
-        N,
+        rows,
+        cols,
+        a.shape[1],
+        b.shape[1],
         out.stride(0),
         out.stride(1),
-        gather == "a",
-        gather == "b",
+        gather is not None,
+        transposed,
         accumulate,
-        tile_m,
-        tile_n,
+        BLOCK_R,
+        BLOCK_N,
         BLOCK_K,
+        WRITE_N,
         GROUP,
-        3,
-        NUM_WARPS,
-        WGRAD_REGISTERS,
+        STAGES,
+        MULTIPLY_REGISTERS,
+        LOAD_REGISTERS,
         num_warps=NUM_WARPS,
     )

@@ -9,15 +9,18 @@ from moeblaze_megatron.ops.index_lists import (
     permuted_probs,
     topk_indices_from_routing_map,
 )
+from moeblaze_megatron.ops.mxfp8 import dequantize, quantize
 
 __all__ = [
     "activation_backward",
     "combine",
+    "dequantize",
     "fc1",
     "gather",
     "grad_probs",
     "index_lists",
     "permuted_probs",
+    "quantize",
     "rows_gemm",
     "topk_indices_from_routing_map",
     "wgrad",

@@ -25,7 +25,10 @@ class LayerBytes:
 
     @property
     def peak(self) -> int:
-        """Of forward and backward, without any workspace."""
+        """Of forward and backward, without any workspace.
+
+        With `fp8_store` too: its copy of fc1_output is alive while act is not.
+        """
         return self.output + self.fc1_output + self._backward
 
     @property

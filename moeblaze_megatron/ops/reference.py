@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from moeblaze_megatron.ops.activation import GATED
 from moeblaze_megatron.ops.index_lists import IndexLists, max_tiles
+from moeblaze_megatron.ops.mxfp8 import SIZE
 from moeblaze_megatron.ops.tiles import BLOCK_R
 
 FUNCTIONS = {
@@ -203,6 +204,34 @@ def activation_backward(
     grad_act[:R] = value.detach() * permuted_probs[:R, None]
     fc1_output[:R] = grad_leaf
     return fc1_output, grad_act, grad_permuted_probs
+
+
+def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Tensor]:
+    """values [R_max, W] float8_e4m3fn and scales [R_max, cdiv(W, 32)] float8_e8m0fnu."""
+    R, W = int(lists.expert_token_offsets[-1]), x.shape[1]
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(x.shape[0], -(-W // SIZE), dtype=torch.float8_e8m0fnu)
+    blocks = F.pad(x[:R].float(), (0, -W % SIZE)).unflatten(1, (-1, SIZE))
+    largest = torch.where(blocks.isfinite(), blocks, 0).abs().amax(-1)
+    mantissa, exponent = torch.frexp(largest.clamp(min=2.0**-126))  # 448 = 0.875 * 2^9
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    scales[:R] = scale.to(scales.dtype)
+    values[:R] = (blocks / scale[..., None]).flatten(1)[:, :W].to(values.dtype)
+    return values, scales
+
+
+def dequantize(
+    values: torch.Tensor, scales: torch.Tensor, lists: IndexLists, dtype: torch.dtype
+) -> torch.Tensor:
+    """What `quantize` has kept, [R_max, W] in `dtype`."""
+    R, W = int(lists.expert_token_offsets[-1]), values.shape[1]
+    scale = scales[:R].float().repeat_interleave(SIZE, dim=1)[:, :W]
+    limit = torch.finfo(dtype).max
+    out = torch.empty_like(values, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    out[:R] = (values[:R].to(wide) * scale).clamp(-limit, limit)
+    return out
 
 
 def gather(x: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) -> torch.Tensor:

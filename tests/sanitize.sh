@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs the package's kernels under NVIDIA's compute-sanitizer, at small sizes; needs a GPU.
+# usage: tests/sanitize.sh [TOOL...]    memcheck and racecheck by default; synccheck, initcheck
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# Of the CUDA toolkit, or of `pip install nvidia-cuda-sanitizer-api`.
+PATH="$PATH:$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin"
+if ! command -v compute-sanitizer; then
+    echo "compute-sanitizer is missing: install the CUDA toolkit, or pip install" \
+        "nvidia-cuda-sanitizer-api" >&2
+    exit 1
+fi
+
+# Each tensor an allocation of its own, or memcheck sees no access between two of them.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+options=(
+    --error-exitcode 1
+    --kernel-name 'regex=^_[a-z]' # ours; names of torch's and cuBLAS's kernels begin otherwise
+    --check-tensor-ops yes
+    --num-cuda-barriers 64 # those of Triton and Gluon are not in the compiler's information
+    --report-api-errors no
+)
+# Of the Hopper kernels and the plain ones: tiles that end inside, rows not in use, no rows at all.
+cases="no-tokens or dropped-slots or past-the-end or one-token-more or not-multiples"
+tests=(
+    tests/test_index_lists.py tests/test_experts.py tests/test_fp8_store.py
+    -k "example or unchecked or gradient_accumulation_fusion or bfloat16 and ($cases)"
+)
+(($#)) || set -- memcheck racecheck
+for tool in "$@"; do
+    echo "== $tool"
+    compute-sanitizer --tool "$tool" "${options[@]}" python -m pytest -q "${tests[@]}"
+done
