@@ -130,6 +130,21 @@ PRETRAINING = {
         "chunks of two models interleave",
         True,
     ),
+    "EP 2, shared experts, capacity": (
+        2,
+        "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 64 "
+        "--moe-shared-expert-overlap --moe-expert-capacity-factor 1.25 "
+        "--moe-pad-expert-input-to-capacity",
+        "shared experts beside the exchange; what alltoall pads is not sent here",
+        True,
+    ),
+    "EP 2, ETP 2, PP 2": (
+        8,
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 "
+        "--pipeline-model-parallel-size 2",
+        "every group that experts have, beside stages",
+        True,
+    ),
     "EP 4, PP 2": (
         8,
         "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2",

@@ -135,11 +135,62 @@ def test_training_continues_from_a_checkpoint(saver, loader, dtype, tmp_path):
         assert_trains_alike(goes_on, expected, dtype)
 
 
-@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
-@pytest.mark.parametrize("singleton", [False, True], ids=["expert axis", "expert in key"])
-@in_megatron
-def test_same_keys_and_shapes(gate, singleton):
-    """Every shard of SequentialMLP, at the same place, and no other."""
+class GroupedLinear(torch.nn.Module):
+    """TEColumnParallelGroupedLinear's or TERowParallelGroupedLinear's weights and their shards.
+
+    In the place of the real ones, which need Transformer Engine: a weight for each expert, each
+    with an extra state, in Megatron's format of a checkpoint without an expert axis in front.
+    """
+
+    def __init__(self, weights, tp_axis, experts):
+        super().__init__()
+        self.tp_axis, self.ep, self.tp = tp_axis, experts.ep_group, experts.tp_group
+        self.dp = experts.dp_group
+        for e, weight in enumerate(weights):
+            self.register_parameter(f"weight{e}", torch.nn.Parameter(weight.clone()))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        entries, local = {}, len(list(self.parameters()))
+        for e, weight in enumerate(self.parameters()):
+            expert, head, offsets = self.ep.rank() * local + e, "", sharded_offsets
+            if metadata.get("singleton_local_shards"):
+                head = f"{expert}."
+            else:
+                axis = (len(sharded_offsets), expert, self.ep.size() * local)
+                offsets = (*sharded_offsets, axis)
+            found = make_sharded_tensors_for_checkpoint(
+                {"weight": weight, "_extra_state": None},
+                f"{head}{prefix}",
+                {"weight": self.tp_axis},
+                offsets,
+                tp_group=self.tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            for key, shard in found.items():
+                shard.replica_id = (*shard.replica_id[:2], self.dp.rank())
+                number = e or "" if key.endswith("_extra_state") else e
+                entries[f"{prefix}{key.removeprefix(head + prefix)}{number}"] = shard
+        return entries
+
+
+def te_grouped_mlp(moe):
+    """Megatron's TEGroupedMLP around such linears, with the weights of an MoE layer of ours."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    grouped, ours = TEGroupedMLP.__new__(TEGroupedMLP), moe.experts
+    torch.nn.Module.__init__(grouped)
+    grouped.config, grouped.num_local_experts = ours.config, ours.num_local_experts
+    grouped.ep_group, grouped.tp_group = ours.ep_group, ours.tp_group
+    weights = m.expert_tensors(ours)
+    grouped.linear_fc1 = GroupedLinear(weights["linear_fc1"], 0, ours)
+    grouped.linear_fc2 = GroupedLinear(weights["linear_fc2"], 1, ours)
+    return grouped
+
+
+def assert_same_shards(theirs, gate=True, singleton=False, **fields):
+    """Every shard that "SequentialMLP" or "TEGroupedMLP" has, at the same place, and no other."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
@@ -147,10 +198,9 @@ def test_same_keys_and_shapes(gate, singleton):
         apply_factories,
     )
 
-    def shards(dispatcher):
-        moe = m.layer(dispatcher, gated_linear_unit=gate)
+    def shards(experts):
         metadata = {"singleton_local_shards": singleton}
-        state = moe.sharded_state_dict("mlp.", ((0, 1, 3),), metadata)
+        state = experts.sharded_state_dict("mlp.experts.", ((0, 1, 3),), metadata)
         apply_factories(state)
         found = {}
         for value in nested_values(state):
@@ -162,11 +212,24 @@ def test_same_keys_and_shapes(gate, singleton):
                 found[place] = (value.replica_id, None, None)
         return found
 
-    ours, theirs = shards("moeblaze"), shards("alltoall")
-    assert ours.keys() == theirs.keys()
-    for place, (replica_id, shape, data) in theirs.items():
+    moe = m.layer(gated_linear_unit=gate, **fields)
+    if theirs == "TEGroupedMLP":
+        stock = te_grouped_mlp(moe)
+    else:
+        stock = m.layer("alltoall", gated_linear_unit=gate, **fields).experts
+    ours, expected = shards(moe.experts), shards(stock)
+    assert ours.keys() == expected.keys()
+    for place, (replica_id, shape, data) in expected.items():
         assert ours[place][:2] == (replica_id, shape), place
         assert data is None or torch.equal(ours[place][2], data), place
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("singleton", [False, True], ids=["expert axis", "expert in key"])
+@pytest.mark.parametrize("theirs", ["SequentialMLP", "TEGroupedMLP"])
+@in_megatron
+def test_same_keys_and_shapes(theirs, gate, singleton):
+    assert_same_shards(theirs, gate, singleton)
 
 
 @in_megatron
@@ -209,11 +272,72 @@ def test_plain_state_dict_of_any_layout_loads(layout):
 
 
 @in_megatron
-def test_plain_state_dict_with_an_expert_missing_is_refused():
+def test_plain_state_dict_is_sequential_mlps_both_ways():
+    """Its keys, its tensors; each loads the other's, strictly, in the whole layer."""
+    ours, theirs = m.layer(), m.layer("alltoall")
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for key, value in theirs.state_dict().items():
+        loaded = ours.state_dict()[key]
+        assert loaded is None if value is None else torch.equal(loaded, value), key
+    for source, target in ((ours, theirs), (theirs, ours)):
+        with torch.no_grad():
+            for number, weight in enumerate(source.parameters()):
+                weight.add_(1 + number)
+        target.load_state_dict(source.state_dict(), strict=True)
+        expected = m.expert_tensors(source.experts)
+        for name, weight in m.expert_tensors(target.experts).items():
+            assert torch.equal(weight, expected[name])
+
+
+@in_megatron
+def test_plain_state_dict_in_the_place_of_te_grouped_mlp():
+    """Where Transformer Engine's spec would build TEGroupedMLP: the keys of its two linears."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from moeblaze_megatron.mcore import experts_class
+
+    def experts():
+        m.seed()
+        grouped = experts_class(TEGroupedMLP)
+        return grouped(m.E, m.config(), pg_collection=get_default_pg_collection())
+
+    source, target = experts(), experts()
+    state = {
+        key: value if value is None else value + 1 for key, value in source.state_dict().items()
+    }
+    assert state.keys() == {
+        f"{name}.{key}"
+        for name in ("linear_fc1", "linear_fc2")
+        for key in ("_extra_state", *(f"weight{e}" for e in range(m.E)))
+    }
+    target.load_state_dict(state, strict=True)
+    for name, weight in m.expert_tensors(target).items():
+        assert torch.equal(weight, m.expert_tensors(source)[name] + 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("experts", [m.E - 1, m.E + 1])
+@in_megatron
+def test_plain_state_dict_with_another_number_of_experts_is_refused(layout, experts):
+    """Not strictly either: Megatron repeats a failed load so, and trains what was not found."""
     moe = m.layer()
     state = {
-        f"experts.linear_fc1.weight{e}": weight
-        for e, weight in enumerate(m.expert_tensors(moe.experts)["linear_fc1"][1:])
+        f"experts.{LAYOUTS[layout].format(e, name)}": weight[:1].expand(experts, -1, -1)
+        if layout == "moeblaze"
+        else weight[0]
+        for name, weight in m.expert_tensors(moe.experts).items()
+        for e in range(experts)
     }
+    message = "size mismatch" if layout == "moeblaze" else f"not the weights of {m.E} experts"
+    with pytest.raises(RuntimeError, match=message):
+        moe.load_state_dict(state, strict=False)
+
+
+@in_megatron
+def test_plain_state_dict_without_experts_is_for_the_caller_to_allow():
+    moe = m.layer()
+    state = {"router.weight": moe.router.weight.detach()}
+    assert "experts.linear_fc1.weight" in moe.load_state_dict(state, strict=False).missing_keys
     with pytest.raises(RuntimeError, match=r"Missing.*experts\.linear_fc1\.weight"):
         moe.load_state_dict(state)

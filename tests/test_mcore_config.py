@@ -32,10 +32,8 @@ REFUSED = {
     "moe_use_grouped_tensor": True,
     "moe_use_legacy_grouped_gemm": True,
     "batch_invariant_mode": True,
-    "moe_pad_expert_input_to_capacity": True,
     "moe_pad_experts_for_cuda_graph_inference": True,
     "moe_expert_rank_capacity_factor": 1.5,
-    "moe_shared_expert_overlap": True,
     "overlap_moe_expert_parallel_comm": True,
     "ep_overlap_early_attn_memory_release": True,
     "delay_wgrad_compute": True,
@@ -55,6 +53,12 @@ REFUSED_TOGETHER = {
     "whole-layer graph": {"cuda_graph_impl": "local", "cuda_graph_modules": []},
     "full-iteration graph": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
     "router graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
+    "overlap, recompute": {
+        "moe_shared_expert_overlap": True,
+        "moe_shared_expert_intermediate_size": 32,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["shared_experts"],
+    },
     "store, recompute": {
         "activation_func_fp8_input_store": True,
         "moeblaze_recompute_fc1": True,
@@ -76,6 +80,10 @@ ACCEPTED = {
     },
     "moe recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "capacity": {"moe_expert_capacity_factor": 1.0},
+    "padded capacity": {
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    },
     "attention graph": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
     "offload outside": {
         "fine_grained_activation_offloading": True,
@@ -85,6 +93,10 @@ ACCEPTED = {
     "expert parallel": {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
     "router of its own dtype": {"moe_router_dtype": "fp64"},
     "shared expert": {"moe_shared_expert_intermediate_size": 32},
+    "shared expert, overlapped": {
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_overlap": True,
+    },
 }
 
 
@@ -114,7 +126,12 @@ def test_refused_combination(case):
     for field, value in REFUSED_TOGETHER[case].items():
         setattr(config, field, value)
     (reason,) = unsupported_reasons(config)
-    assert all(field in reason for field in REFUSED_TOGETHER[case] if "fine_grained" not in field)
+    named = REFUSED_TOGETHER[case].keys() - {
+        "fine_grained_activation_offloading",
+        "moe_shared_expert_intermediate_size",
+        "recompute_granularity",
+    }
+    assert all(field in reason for field in named)
 
 
 @pytest.mark.parametrize("case", ACCEPTED)

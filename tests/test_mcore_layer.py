@@ -51,6 +51,22 @@ CASES = [
         "drops the last",
         {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
     ),
+    Case(
+        "pads, keeping the most likely",
+        {
+            "moe_expert_capacity_factor": 0.75,
+            "moe_token_drop_policy": "probs",
+            "moe_pad_expert_input_to_capacity": True,
+        },
+    ),
+    Case(
+        "pads, keeping the first",
+        {
+            "moe_expert_capacity_factor": 0.75,
+            "moe_token_drop_policy": "position",
+            "moe_pad_expert_input_to_capacity": True,
+        },
+    ),
     Case("router in fp32", {"moe_router_dtype": "fp32"}),
     Case("router in fp64", {"moe_router_dtype": "fp64"}),
     Case("sigmoid scores", {"moe_router_score_function": "sigmoid"}),
@@ -129,6 +145,25 @@ def test_layer_agrees_with_megatron(case):
     }
     stock = [results["alltoall"], results["allgather"]]
     assert_as_close(results["moeblaze"], stock, reference, torch.float32)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gate", [False, True])
+@in_megatron
+def test_overlapped_shared_experts_change_nothing(gate, recompute):
+    """On a CPU nothing runs beside anything: this is the order of the calls, and their sum."""
+    fields = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": gate}
+    if recompute:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    layers = [m.layer(**fields, moe_shared_expert_overlap=overlap) for overlap in (False, True)]
+    assert [layer.token_dispatcher.shared_experts is not None for layer in layers] == [False, True]
+    plain, overlapped = ([m.forward_backward(moe, *inputs())] for moe in layers)
+    for moe, results in zip(layers, (plain, overlapped), strict=True):
+        results.append({name: p.grad for name, p in moe.shared_experts.named_parameters()})
+    for ours, expected in zip(overlapped, plain, strict=True):
+        assert ours.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(ours[name], expected[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -93,6 +93,17 @@ def test_resumed_run_repeats_the_uninterrupted_one(plain_env, tmp_path):
     assert resumed == rows[5:]
 
 
+@pytest.mark.parametrize(("saver", "loader"), [("moeblaze", "alltoall"), ("alltoall", "moeblaze")])
+def test_plain_checkpoint_goes_on_with_other_experts(plain_env, tmp_path, saver, loader):
+    """`--ckpt-format torch`: the loss of the next iteration is that of the run that saved it."""
+    save = ("--ckpt-format", "torch", "--save", tmp_path / "checkpoint", "--save-interval", 5)
+    load = ("--ckpt-format", "torch", "--load", tmp_path / "checkpoint", "--ckpt-step", 5)
+    _, rows = train(tmp_path, saver, *save, iters=6, env=plain_env)
+    _, resumed = train(tmp_path, loader, *load, "--no-load-optim", iters=6, env=plain_env)
+    assert largest_difference(resumed, rows[5:], "loss") < 1e-4
+    assert rows[5]["loss"] < rows[0]["loss"] - 0.5
+
+
 def test_script_refuses_by_name_what_it_cannot_do(plain_env):
     flags = ("--train-iters", 1, "--check-for-spiky-loss", "--per-dataset-sequences-path", "x.json")
     code, output = launch(*TINY, *flags, env=plain_env)

@@ -18,6 +18,7 @@ from moeblaze_megatron.expert_parallel.exchange import (
     Splits,
     all_gather,
     all_to_all,
+    check_arrival,
     reduce_scatter,
 )
 from moeblaze_megatron.ops.experts import (
@@ -29,6 +30,7 @@ from moeblaze_megatron.ops.experts import (
 from moeblaze_megatron.ops.index_lists import IndexLists
 
 ID = torch.int16  # an expert id on the wire; ops.index_lists.MAX_EXPERTS fits
+NOTHING = 255  # in every byte of an id on the wire: -1
 
 
 @dataclass
@@ -115,19 +117,21 @@ class PendingDispatch:
             rows past those in use hold -1.
         exchange: the exchange of split sizes under way; None with one expert-parallel rank.
         counters: where rows are counted.
+        check: whether to look at what arrives, which waits for the device.
     """
 
     route: Route
     ids: torch.Tensor
     exchange: SplitExchange | None
     counters: tuple[RowCounter, ...]
+    check: bool
 
     def wait(self) -> Splits:
         """The sizes. With one expert-parallel rank, T is equal on the expert-TP ranks."""
         if self.exchange is not None:
             return self.exchange.wait()
         tokens, ranks, pairs = self.route.tokens, self.route.groups.tp_size, self.ids.numel()
-        return Splits([tokens], [tokens], [tokens] * ranks, pairs, pairs * ranks)
+        return Splits([tokens], [tokens], [pairs], [tokens] * ranks, pairs, pairs * ranks)
 
 
 @torch.no_grad()
@@ -149,8 +153,8 @@ def start_dispatch(
         routing_map: [T, EP*E] bool, at most `topk` experts in a row.
         topk: K.
         counters: count rows, once `dispatch` knows them.
-        check: look for rows with more than K experts, which waits for the device; always done on
-            the CPU.
+        check: look for rows with more than K experts, and whether what arrives is what was
+            announced, which waits for the device; always done on the CPU.
     Raises:
         ValueError: experts that do not divide by EP; when checked, a row with more than K experts.
     """
@@ -160,13 +164,14 @@ def start_dispatch(
         raise ValueError(
             f"{num_experts} experts do not divide by {EP} expert-parallel ranks; change either"
         )
-    if check or not routing_map.is_cuda:
+    check = check or not routing_map.is_cuda
+    if check:
         check_experts_per_token(routing_map, topk)
     E, ops = num_experts // EP, kernels_for(routing_map)
     k = min(topk, E)
     if EP == 1:
         ids = ops.topk_indices_from_routing_map(routing_map, k)
-        return PendingDispatch(Route(groups, T, E, None), ids, None, counters)
+        return PendingDispatch(Route(groups, T, E, None), ids, None, counters, check)
     by_rank = routing_map.view(T, EP, E)
     rank_lists = index_lists_from_routing_map(by_rank.any(2), min(topk, EP))
     row_bytes = x.shape[1] * x.element_size() + k * (probs.element_size() + ID.itemsize)
@@ -176,7 +181,7 @@ def start_dispatch(
     pair = route.pairs()
     local_map = by_rank.flatten(0, 1)[pair.clamp(min=0)] & (pair >= 0)[:, None]
     ids = ops.topk_indices_from_routing_map(local_map, k)
-    return PendingDispatch(route, ids, exchange, counters)
+    return PendingDispatch(route, ids, exchange, counters, check)
 
 
 def _to_wire(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -207,8 +212,11 @@ class _Dispatch(torch.autograd.Function):
         if route.rank_lists is not None:
             used = sum(splits.send)
             ids = ids[:used].clone()
-            wire = all_to_all(wire[:used], splits.send, splits.recv, groups.ep)
+            fill = NOTHING if pending.check else None
+            wire = all_to_all(wire[:used], splits.send, splits.recv, groups.ep, fill)
             rows = all_to_all(rows[:used], splits.send, splits.recv, groups.ep)
+            if pending.check:
+                check_arrival(_from_wire(wire, probs.dtype)[1], splits, route.num_experts)
         if groups.tp_size > 1:
             wire = all_gather(wire, splits.gathered, groups.tp)
             rows = all_gather(rows, splits.gathered, groups.tp)

@@ -35,10 +35,19 @@ class ExpertGroups:
 
 
 def all_to_all(
-    rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup
+    rows: torch.Tensor,
+    send_splits: list[int],
+    recv_splits: list[int],
+    group: dist.ProcessGroup,
+    fill: int | None = None,
 ) -> torch.Tensor:
-    """[sum(send_splits), H], in the order of the ranks they go to -> [sum(recv_splits), H]."""
+    """[sum(send_splits), H], in the order of the ranks they go to -> [sum(recv_splits), H].
+
+    With `fill`, what does not arrive holds it.
+    """
     out = rows.new_empty(sum(recv_splits), *rows.shape[1:])
+    if fill is not None:
+        out.fill_(fill)
     dist.all_to_all_single(out, rows, recv_splits, send_splits, group=group)
     return out
 
@@ -79,6 +88,7 @@ class Splits:
     Attributes:
         send: [EP] rows from this rank to each, itself included.
         recv: [EP] rows from each to this rank.
+        recv_pairs: [EP] (token, expert) pairs that the received rows stand for.
         gathered: [ETP] rows that each rank of the expert-TP group received.
         sent_pairs: (token, expert) pairs that the sent rows stand for.
         pairs: (token, local expert) pairs among all gathered rows, at most.
@@ -86,6 +96,7 @@ class Splits:
 
     send: list[int]
     recv: list[int]
+    recv_pairs: list[int]
     gathered: list[int]
     sent_pairs: int
     pairs: int
@@ -158,6 +169,7 @@ class SplitExchange:
         return Splits(
             send=[rows for rows, _, _ in sent],
             recv=[rows for rows, _, _ in received],
+            recv_pairs=[pairs for _, pairs, _ in received],
             gathered=totals[::2],
             sent_pairs=sum(pairs for _, pairs, _ in sent),
             pairs=sum(totals[1::2]),
@@ -179,3 +191,27 @@ class SplitExchange:
                 )
         if reasons:
             raise ValueError("expert-parallel ranks disagree: " + "; ".join(reasons))
+
+
+def check_arrival(ids: torch.Tensor, splits: Splits, num_experts: int) -> None:
+    """Whether what arrived is what was announced; waits for the device.
+
+    A collective whose sizes differ between sender and receiver may end without an error, with
+    rows that nobody wrote.
+
+    Args:
+        ids: [sum(recv), k] local experts of the received rows, -1 = none.
+    Raises:
+        ValueError: a rank's rows do not hold the pairs it announced.
+    """
+    valid = (ids >= 0) & (ids < num_experts)
+    found = [int(part.sum()) for part in valid.split(splits.recv)]
+    reasons = [
+        f"rank {rank} announced {rows} rows for {pairs} (token, expert) pairs, but {there} arrived"
+        for rank, (rows, pairs, there) in enumerate(
+            zip(splits.recv, splits.recv_pairs, found, strict=True)
+        )
+        if pairs != there
+    ]
+    if reasons:
+        raise ValueError("expert-parallel ranks disagree: " + "; ".join(reasons))

@@ -11,6 +11,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank, get_pg_size
 
+LINEARS = ("linear_fc1", "linear_fc2")
+# Keys of an expert's weight in the plain state_dict of SequentialMLP and of TEGroupedMLP.
+SEQUENTIAL, GROUPED = "local_experts.{e}.{name}.weight", "{name}.weight{e}"
+
 
 def sharded_expert_weights(
     weight: torch.nn.Parameter,
@@ -90,21 +94,60 @@ def sharded_expert_weights(
     return entries
 
 
+def _keys(layout: str, prefix: str, num_experts: int) -> dict[str, list[str]]:
+    """{linear: one key for each expert}."""
+    return {
+        name: [prefix + layout.format(name=name, e=e) for e in range(num_experts)]
+        for name in LINEARS
+    }
+
+
+def spread_expert_weights(
+    experts: torch.nn.Module, state_dict: dict, prefix: str, local_metadata: dict
+) -> None:
+    """state_dict post-hook: the 3-D weights become keys and tensors of `experts.layout`.
+
+    The tensors are views, so none of it is copied.
+    """
+    for name, keys in _keys(experts.layout, prefix, experts.num_local_experts).items():
+        weight = state_dict.pop(f"{prefix}{name}.weight")
+        for e, key in enumerate(keys):
+            state_dict[key] = weight[e]
+            state_dict[re.sub(r"weight\d*$", "_extra_state", key)] = None
+
+
 def collect_expert_weights(
-    experts: torch.nn.Module, state_dict: dict, prefix: str, *args: object
+    experts: torch.nn.Module,
+    state_dict: dict,
+    prefix: str,
+    local_metadata: dict,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
 ) -> None:
     """load_state_dict pre-hook: SequentialMLP's and TEGroupedMLP's keys become the 3-D weights.
 
-    `local_experts.{i}.linear_fc1.weight` or `linear_fc1.weight{i}` -> `linear_fc1.weight`, when
-    there is one for each expert; `_extra_state` is dropped. Anything else is left for
-    load_state_dict to report.
+    `_extra_state` is dropped. Some other set of keys is an error with `strict=False` too: where a
+    strict load fails Megatron tries that, and would train the experts it did not find from new.
+    No key at all is left for load_state_dict to report.
     """
-    for name in ("linear_fc1", "linear_fc2"):
-        for layout in ("local_experts.{}." + name + ".weight", name + ".weight{}"):
-            keys = [prefix + layout.format(i) for i in range(experts.num_local_experts)]
-            if all(key in state_dict for key in keys):
-                weights = [state_dict.pop(key) for key in keys]
-                state_dict[f"{prefix}{name}.weight"] = torch.stack(weights)
     extra = re.compile(re.escape(prefix) + r"(local_experts\.\d+\.)?linear_fc[12]\._extra_state\d*")
     for key in [key for key in state_dict if extra.fullmatch(key)]:
         del state_dict[key]
+    found = {key for key in state_dict if key.startswith(prefix)}
+    if not found or found == {f"{prefix}{name}.weight" for name in LINEARS}:
+        return
+    for layout in (SEQUENTIAL, GROUPED):
+        keys = _keys(layout, prefix, experts.num_local_experts)
+        if found == {key for of_linear in keys.values() for key in of_linear}:
+            for name, of_linear in keys.items():
+                weights = [state_dict.pop(key) for key in of_linear]
+                state_dict[f"{prefix}{name}.weight"] = torch.stack(weights)
+            return
+    some = sorted(found)[:4]
+    error_msgs.append(
+        f"{prefix or 'experts'}: not the weights of {experts.num_local_experts} experts, but "
+        f"{len(found)} keys: {', '.join(some)}{', ...' if len(found) > len(some) else ''}. A plain "
+        "checkpoint loads at the expert-parallel size it was saved with; a distributed one at any."
+    )

@@ -109,13 +109,7 @@ SETTINGS = (
         OFF,
         "sums depend on the tile sizes, leave out --batch-invariant-mode",
     ),
-    # Capacity. A factor without padding only leaves rows out, which is supported.
-    Setting(
-        "moe_pad_expert_input_to_capacity",
-        OFF,
-        "padding gives a token more experts than moe_router_topk, leave out "
-        "--moe-pad-expert-input-to-capacity (a capacity factor alone is supported)",
-    ),
+    # Capacity. A factor only leaves rows out, and padding adds none.
     Setting(
         "moe_pad_experts_for_cuda_graph_inference",
         OFF,
@@ -126,12 +120,7 @@ SETTINGS = (
         (None,),
         "it is the flex dispatcher's, leave out --moe-expert-rank-capacity-factor",
     ),
-    # Overlap with the dispatcher's communication.
-    Setting(
-        "moe_shared_expert_overlap",
-        OFF,
-        "communication is not overlapped yet, leave out --moe-shared-expert-overlap",
-    ),
+    # Overlap of whole batches. Of shared experts: _overlap_reasons.
     Setting(
         "overlap_moe_expert_parallel_comm",
         OFF,
@@ -283,6 +272,18 @@ def _graph_reasons(config: Any) -> Iterator[str]:
         )
 
 
+def _overlap_reasons(config: Any) -> Iterator[str]:
+    recomputed = getattr(config, "recompute_granularity", None) == "selective" and (
+        "shared_experts" in (getattr(config, "recompute_modules", None) or ())
+    )
+    shared = getattr(config, "moe_shared_expert_intermediate_size", None)
+    if recomputed and shared and config.moe_shared_expert_overlap:
+        yield (
+            "moe_shared_expert_overlap=True, recompute_modules=['shared_experts', ...]: shared "
+            "experts that run beside the exchange cannot be recomputed, leave out one of the two"
+        )
+
+
 def _offload_reasons(config: Any) -> Iterator[str]:
     inside = OFFLOAD_INSIDE_EXPERTS.intersection(getattr(config, "offload_modules", None) or ())
     if inside and getattr(config, "fine_grained_activation_offloading", False):
@@ -301,6 +302,7 @@ def unsupported_reasons(config: Any) -> list[str]:
         *_activation_reasons(config),
         *_store_reasons(config),
         *_graph_reasons(config),
+        *_overlap_reasons(config),
         *_offload_reasons(config),
     ]
 

@@ -31,6 +31,11 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
     read in a backward pass: with pipeline stages and recompute the layer runs forward again before
     this pass's backward.
 
+    Padding to capacity is honoured by leaving it out: Megatron's router pads an expert with tokens
+    that did not choose it, whose probability is 0. Shared experts that Megatron sets
+    (--moe-shared-expert-overlap) run on their own stream beside the exchanges; the order of their
+    calls is SharedExpertMLP's.
+
     Attributes:
         counter: rows that this layer sent, if experts are spread over ranks.
         total: rows that all layers of this process sent.
@@ -76,6 +81,8 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
         """
         self.hidden_shape = hidden_states.shape
         x = hidden_states.reshape(-1, self.hidden_shape[-1])
+        if self.config.moe_pad_expert_input_to_capacity:
+            routing_map = routing_map & (probs != 0)
         if self.groups is None:
             self.routing_map = routing_map
         else:
@@ -88,6 +95,8 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
                 counters=(self.counter, self.total),
                 check=self.check_routing,
             )
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
         return x, probs
 
     def token_dispatch(
@@ -97,10 +106,14 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
 
         With every expert whole on this rank there is nothing to send.
         """
-        if self.groups is None:
-            return hidden_states, probs
-        x, probs, self.index_lists, self.route = dispatch(hidden_states, probs, self.pending)
-        self.pending = None
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        x = hidden_states
+        if self.groups is not None:
+            x, probs, self.index_lists, self.route = dispatch(x, probs, self.pending)
+            self.pending = None
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(x)
         return x, probs
 
     def dispatch_postprocess(
@@ -125,11 +138,20 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Partial sums [T', H] -> output [T, H]; with nothing sent, nothing comes back."""
-        if self.groups is None:
-            return hidden_states
-        route, self.route = self.route, None
-        return combine(hidden_states, route)
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        output = hidden_states
+        if self.groups is not None:
+            route, self.route = self.route, None
+            output = combine(hidden_states, route)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(output)
+            self.shared_experts.post_forward_comm()
+        return output
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """output [T, H] -> [S/TP, B, H]."""
-        return hidden_states.view(self.hidden_shape)
+        """output [T, H] -> [S/TP, B, H], with the output of overlapped shared experts added."""
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output

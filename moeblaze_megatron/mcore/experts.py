@@ -22,8 +22,11 @@ from packaging.version import Version
 
 from moeblaze_megatron import GATED, IndexLists, moeblaze_experts
 from moeblaze_megatron.mcore.checkpoint import (
+    GROUPED,
+    SEQUENTIAL,
     collect_expert_weights,
     sharded_expert_weights,
+    spread_expert_weights,
 )
 from moeblaze_megatron.mcore.config import activation_name, check_config
 
@@ -117,6 +120,8 @@ class MoEBlazeExperts(MegatronModule):
 
     # Megatron's order of initialisation: fc1 and fc2 of the first expert, of the second, ...
     expert_by_expert = True
+    # Its plain state_dict too, so that a checkpoint in torch's format loads on either side.
+    layout = SEQUENTIAL
 
     def __init__(
         self,
@@ -152,6 +157,7 @@ class MoEBlazeExperts(MegatronModule):
                 order = [(linear, expert) for linear in linears for expert in experts]
             for linear, expert in order:
                 linear.initialize(expert)
+        self.register_state_dict_post_hook(spread_expert_weights)
         self.register_load_state_dict_pre_hook(collect_expert_weights)
 
     def forward(
@@ -194,9 +200,13 @@ class MoEBlazeExperts(MegatronModule):
 
 
 class MoEBlazeGroupedExperts(MoEBlazeExperts):
-    """The same, with the weights starting bit-equal to TEGroupedMLP's: all fc1, then all fc2."""
+    """The same in TEGroupedMLP's place.
+
+    Its weights start bit-equal, all fc1, then all fc2, and its plain state_dict has the same keys.
+    """
 
     expert_by_expert = False
+    layout = GROUPED
 
 
 def experts_class(builder: object) -> type[MoEBlazeExperts]:

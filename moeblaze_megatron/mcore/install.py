@@ -21,8 +21,13 @@ def _with_config_check(post_init: Callable) -> Callable:
     def wrapped(self: Any) -> None:
         from moeblaze_megatron.mcore.config import check_config
 
+        chosen = self.moe_token_dispatcher_type == VALUE
+        overlap = self.moe_shared_expert_overlap
+        # Megatron refuses it with dispatchers that it does not know; check_config does the rest.
+        self.moe_shared_expert_overlap = overlap and not chosen
         post_init(self)
-        if self.moe_token_dispatcher_type == VALUE and self.num_moe_experts:
+        self.moe_shared_expert_overlap = overlap
+        if chosen and self.num_moe_experts:
             check_config(self)
 
     return wrapped
@@ -57,6 +62,8 @@ def _with_moeblaze(init: Callable) -> Callable:
         self.token_dispatcher = MoEBlazeTokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
+        if self.shared_expert_overlap and self.shared_experts is not None:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     return wrapped
 
@@ -104,8 +111,9 @@ def _with_flags(add_arguments: Callable) -> Callable:
         group.add_argument(
             "--moeblaze-check-routing",
             action="store_true",
-            help="Check on the device that no token has more than --moe-router-topk experts. Each "
-            "layer waits for the device then; for debugging a router of your own.",
+            help="Check on the device that no token has more than --moe-router-topk experts and "
+            "that all rows that other ranks announced arrived. Each layer waits for the device "
+            "then; for debugging a router or a cluster.",
         )
         return parser
 
