@@ -141,7 +141,8 @@ def test_unknown_trees_are_refused_with_the_nearest_release(tree, installed):
     release = patch.patch_for(core).release
     assert "no megatron/core in" in refused("--check", tree / "no such folder")
 
-    layer, (first, second) = core / CHANGED[0], patch.patch_for(core).hunks[:2]
+    hunks = patch.patch_for(core).hunks
+    layer, (first, second) = core / CHANGED[0], hunks[:2]
     stock = layer.read_text()
     place = second.before.decode()
     layer.write_text(stock.replace(place, place.replace("raise ValueError", "raise KeyError")))
@@ -156,7 +157,10 @@ def test_unknown_trees_are_refused_with_the_nearest_release(tree, installed):
     info = core / "package_info.py"
     info.write_text(info.read_text().replace("MAJOR = 0", "MAJOR = 7"))
     said = refused("--apply", tree)
-    assert "no patch for Megatron-Core 7." in said and f"known release is {release}, 4 of" in said
+    assert (
+        "no patch for Megatron-Core 7." in said
+        and f"known release is {release}, {len(hunks)} of" in said
+    )
     assert differing(core, installed) == ["package_info.py"]
 
 
