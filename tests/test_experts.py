@@ -60,8 +60,9 @@ def test_plain_kernels_on_any_gpu(case, dtype, nan_filled, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workspace_bytes", [2**30, 1])
-def test_column_slices_at_size(workspace_bytes, nan_filled):
+def test_column_slices_at_size(workspace_bytes, nan_filled, monkeypatch):
     """In one piece, and in slices of 128 columns with dW gathered inside its kernel."""
+    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     case = Case(3000, 1024, 384, 6, 3, "sliced")
     want = check(case, "cuda", torch.bfloat16)
     got = check(case, "cuda", torch.bfloat16, workspace_bytes=workspace_bytes)
@@ -87,8 +88,9 @@ def test_eager_gradients_are_those_of_autograd(case, monkeypatch):
 
 
 @pytest.mark.parametrize("H", [320, 640])
-def test_workspace_slices_change_nothing(H, device, nan_filled):
+def test_workspace_slices_change_nothing(H, device, nan_filled, monkeypatch):
     """Slices of 128 columns, the last one narrower; from five on dW gathers inside its kernel."""
+    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     case = Case(40, H, 48, 4, 2, "column slices")
     whole = check(case, device, torch.float32, workspace_bytes=2**30)
     sliced = check(case, device, torch.float32, workspace_bytes=1)
@@ -103,6 +105,7 @@ def test_copied_rows_change_nothing(device, nan_filled, monkeypatch):
         case = Case(3000, 512, 384, 6, 3, "copies at size", dropped=0.2)
     want = check(case, device, torch.bfloat16)
     monkeypatch.setattr(experts, "COPY_FFN", 0)
+    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     got = check(case, device, torch.bfloat16, workspace_bytes=2**30)
     for name in want:
         assert torch.equal(got[name], want[name]), name
@@ -232,8 +235,9 @@ def main_grads(tensors, value):
 
 @pytest.mark.parametrize("workspace_bytes", [2**30, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled):
+def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled, monkeypatch):
     """Added into main_grad in fp32, untouched for an empty expert; a placeholder is returned."""
+    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     case = Case(40, 64, 32, 4, 2, "main_grad")
     if device == "cuda":
         case = Case(3000, 1024, 384, 6, 3, "main_grad at size")

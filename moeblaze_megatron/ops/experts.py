@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
-from moeblaze_megatron.ops.memory import COPY_FFN, GATHER_SLICES, layer_bytes, slice_columns
+from moeblaze_megatron.ops.memory import (
+    COPY_FFN,
+    COPY_WIDTH,
+    GATHER_SLICES,
+    layer_bytes,
+    slice_columns,
+)
 from moeblaze_megatron.ops.tiles import interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -211,7 +217,7 @@ class _Experts(torch.autograd.Function):
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
         if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
             grad_fc2, into, accumulate = _grad_buffer(fc2_weight, ctx.fused[1])
-            slices = _gathered(ops, grad_output, lists, workspace) if gather else [(0, rows)]
+            slices = _gathered(ops, grad_output, lists, ffn, workspace) if gather else [(0, rows)]
             for h, rows in slices:
                 part = into[:, h : h + rows.shape[1]]
                 side = "a" if rows is grad_output else None
@@ -228,7 +234,8 @@ class _Experts(torch.autograd.Function):
             del rows
         if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
             grad_fc1, into, accumulate = _grad_buffer(fc1_weight, ctx.fused[0])
-            for h, rows in _gathered(ops, x, lists, given or sizes.fc1_wgrad_workspace):
+            workspace = given or sizes.fc1_wgrad_workspace
+            for h, rows in _gathered(ops, x, lists, fc1_weight.shape[1], workspace):
                 part = into[:, :, h : h + rows.shape[1]]
                 side = "b" if rows is x else None
                 ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
@@ -271,14 +278,17 @@ def _rows_of(
     return ops.gather(x, lists, x.new_empty(lists.max_rows, x.shape[1]), 0), False
 
 
-def _gathered(ops: ModuleType, x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
+def _gathered(
+    ops: ModuleType, x: torch.Tensor, lists: IndexLists, width: int, workspace_bytes: int
+):
     """Rows of x by token in column slices, or x itself where the kernel had better look them up.
 
-    A copy and plain loads are the faster way until the copy is cut into many narrow slices, each
-    of which reads the other operand again.
+    A copy and plain loads are the faster way where the other operand of the weight gradient is
+    `width` columns wide or more, until the copy is cut into many narrow slices, each of which
+    reads that operand again.
     """
     cols = slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
-    if -(-x.shape[1] // cols) > GATHER_SLICES:
+    if width < COPY_WIDTH or -(-x.shape[1] // cols) > GATHER_SLICES:
         yield 0, x
         return
     for h, rows in _slices(x, lists, workspace_bytes):
