@@ -9,9 +9,10 @@ VERSION = (ROOT / "moeblaze_megatron" / "version.py").read_text().split('"')[1]
 
 # megatron.training and its checkpoints import yaml, six and psutil without declaring them.
 MEGATRON = ["megatron-core>=0.19,<0.20", "pyyaml", "six", "psutil"]
+PLOTS = ["matplotlib"]
 # Triton 3.6's interpreter fails on loops with loaded bounds from numpy 2.4 on. A minor version of
 # ruff may format differently.
-TEST = [*MEGATRON, "numpy<2.4", "pytest>=8", "pytest-timeout", "ruff>=0.17,<0.18"]
+TEST = [*MEGATRON, *PLOTS, "numpy<2.4", "pytest>=8", "pytest-timeout", "ruff>=0.17,<0.18"]
 
 setup(
     name="moeblaze-megatron",
@@ -22,7 +23,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
+    packages=[
+        *find_packages(include=["moeblaze_megatron", "moeblaze_megatron.*"]),
+        "moeblaze_megatron.patches",
+    ],
+    package_dir={"moeblaze_megatron.patches": "patches"},
+    package_data={"moeblaze_megatron.patches": ["*.patch", "README.md"]},
     install_requires=["torch>=2.10", "triton>=3.6"],
-    extras_require={"megatron": MEGATRON, "test": TEST},
+    extras_require={"megatron": MEGATRON, "plots": PLOTS, "test": TEST},
 )

@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import pathlib
 import re
 import runpy
 import sys
@@ -97,13 +98,21 @@ def main():
             "over gloo. For development and CI; says nothing about speed, memory or NCCL.",
             f"CPU mode adds: {' '.join(added) or 'no flags'}",
         )
+    recorder = None
+    if folder := os.environ.get("MOEBLAZE_RECORD"):
+        from moeblaze_megatron.record import record
+
+        recorder = record(pathlib.Path(folder))
     sys.argv = [script or "pretrain_gpt.py", *arguments]
     if script:
         runpy.run_path(script, run_name="__main__")
     else:
+        check_own_script()
         from moeblaze_megatron import pretrain_gpt
 
         pretrain_gpt.main()
+    if recorder:
+        recorder.finish()
     if "--moeblaze-report-rows" in arguments:
         from moeblaze_megatron.mcore import MoEBlazeTokenDispatcher
 
@@ -118,8 +127,8 @@ def report(*lines):
         print(*lines, sep="\n", flush=True)
 
 
-def check_packages():
-    """Exit naming every package that a pretraining run imports and that is not there."""
+def missing_packages():
+    """Those of PACKAGES that cannot be imported here."""
 
     def is_missing(name):
         try:
@@ -127,12 +136,29 @@ def check_packages():
         except ModuleNotFoundError:  # its parent package is missing
             return True
 
-    missing = [name for name in PACKAGES if is_missing(name)]
-    if missing:
+    return [name for name in PACKAGES if is_missing(name)]
+
+
+def check_packages():
+    """Exit naming every package that a pretraining run imports and that is not there."""
+    if missing := missing_packages():
         sys.exit(
             f"moeblaze_megatron: not installed: {', '.join(missing)}. In a clone of this repo "
             "`pip install -e '.[megatron]'` installs all that is needed (megatron-core 0.19 asks "
             f"for Python 3.12 or newer; this is {sys.version.split()[0]})."
+        )
+
+
+def check_own_script():
+    """Exit where this Megatron is too old for the package's own pretraining script."""
+    import megatron.core
+    from megatron.training import argument_utils
+
+    if not hasattr(argument_utils, "gpt_config_from_args"):  # 0.19 and newer
+        version = megatron.core.__version__.partition("+")[0]
+        sys.exit(
+            "moeblaze_megatron: the package's own script needs Megatron-Core 0.19 or newer, this "
+            f"is {version}: give the path of pretrain_gpt.py in a checkout of it"
         )
 
 

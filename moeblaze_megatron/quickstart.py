@@ -231,16 +231,21 @@ def write_dataset(texts, data):
         builder.finalize(str(data / f"{name}.idx"))
 
 
-def training_command(sizes, out, dispatcher, done, iters):
-    """The torchrun command that trains from iteration `done` for `iters` more."""
+def launcher_command(processes=1):
+    """The launcher under torchrun, up to where the script and its flags follow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    last, data, checkpoint = done + iters, out / "data", out / "checkpoint"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [*torchrun, "-m", "moeblaze_megatron"]
+
+
+def training_flags(sizes, data, last):
+    """Megatron's flags that train a model of `sizes` on the dataset `data` to iteration `last`."""
     settings = {
         **sizes,
         "max_position_embeddings": sizes["seq_length"],
-        "moe_token_dispatcher_type": dispatcher,
         "train_data_path": data / "train",
         "valid_data_path": data / "valid",
         "test_data_path": data / "valid",
@@ -248,17 +253,20 @@ def training_command(sizes, out, dispatcher, done, iters):
         "train_iters": last,
         "lr_warmup_iters": min(10, last - 1),
         "eval_interval": last + 1,  # once, after training
-        "save": checkpoint,
-        "save_interval": max(1000, last // 10),  # and after training
     }
-    if done:
-        settings["load"] = checkpoint
+    flags = [word for k, v in settings.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    return [*flags, *(["--bf16"] if torch.cuda.is_available() else []), *FLAGS]
+
+
+def training_command(sizes, out, dispatcher, done, iters):
+    """The torchrun command that trains from iteration `done` for `iters` more."""
+    last, checkpoint = done + iters, out / "checkpoint"
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "moeblaze_megatron"),
-        *(word for k, v in settings.items() for word in (f"--{k.replace('_', '-')}", str(v))),
-        *(["--bf16"] if torch.cuda.is_available() else []),
-        *FLAGS,
+        *launcher_command(),
+        *("--moe-token-dispatcher-type", dispatcher),
+        *("--save", str(checkpoint), "--save-interval", str(max(1000, last // 10))),
+        *(["--load", str(checkpoint)] if done else []),
+        *training_flags(sizes, out / "data", last),
     ]
 
 

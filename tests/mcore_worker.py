@@ -100,11 +100,13 @@ def seed(value: int = 1234) -> None:
 
 def layer(dispatcher: str = "moeblaze", **fields: Any) -> torch.nn.Module:
     """The MoE layer of Megatron's local GPT spec, from a fixed seed."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     seed()
-    submodules = get_gpt_layer_local_submodules(num_experts=E)
-    moe = submodules.mlp(config=config(dispatcher, **fields))
+    mlp = get_gpt_layer_local_spec(num_experts=E).submodules.mlp
+    build = functools.partial(build_module, mlp) if isinstance(mlp, ModuleSpec) else mlp
+    moe = build(config=config(dispatcher, **fields))
     moe.set_layer_number(1)
     return moe
 

@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from aot import MAX_SHARED, Resources, table
+
+from moeblaze_megatron.aot import MAX_SHARED, Resources, table
 
 ROOT = Path(__file__).parents[1]
 TRITON_OPS = ROOT / "moeblaze_megatron" / "ops"
 
 SPILLS = """
-import aot, torch
+import torch
 from dataclasses import replace
+from moeblaze_megatron import aot
 from moeblaze_megatron.ops import tiles
 tiles.HALF_TILES["rows"] = replace(tiles.HALF_TILES["rows"], num_warps=4)
 rows = aot.compile_step(80, torch.float16)
@@ -32,8 +34,10 @@ def compiled(plain_env):
 
     @functools.cache
     def compile_kernels(arch: int, dtype: str) -> list[Resources]:
-        command = [sys.executable, ROOT / "tests" / "aot.py", str(arch), "--dtype", dtype, "--json"]
-        result = subprocess.run(command, env=plain_env, check=True, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "moeblaze_megatron.aot", str(arch), "--dtype", dtype]
+        result = subprocess.run(
+            [*command, "--json"], cwd=ROOT, env=plain_env, check=True, stdout=subprocess.PIPE
+        )
         return [Resources(*row) for row in json.loads(result.stdout)]
 
     return compile_kernels
@@ -63,7 +67,7 @@ def test_a_spill_is_seen(plain_env):
     """128x256 fp32 accumulators are more than the registers of four warps hold."""
     result = subprocess.run(
         [sys.executable, "-c", SPILLS],
-        cwd=ROOT / "tests",
+        cwd=ROOT,
         env=plain_env,
         check=True,
         stdout=subprocess.PIPE,

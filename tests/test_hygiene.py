@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeblaze_megatron"
 # The launcher, what it starts, and the benchmark of expert parallelism; all else that imports
 # megatron lives in mcore/.
-ENTRY_POINTS = {"__main__.py", "pretrain_gpt.py", "quickstart.py", "expert_parallel.py"}
+ENTRY_POINTS = {
+    "__main__.py",
+    "compare.py",
+    "doctor.py",
+    "expert_parallel.py",
+    "pretrain_gpt.py",
+    "quickstart.py",
+    "record.py",
+}
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mcore_worker import in_megatron
 from pretraining import TINY, launch, needs_megatron_on_cpu
 
 from moeblaze_megatron import __main__ as launcher
@@ -38,6 +39,18 @@ def test_missing_packages_are_named_together(monkeypatch):
     monkeypatch.setattr(launcher.importlib.util, "find_spec", find)
     with pytest.raises(SystemExit, match=r"megatron\.core, megatron\.training, yaml\. .*pip inst"):
         launcher.check_packages()
+
+
+@in_megatron
+def test_own_script_is_refused_on_an_older_megatron():
+    from megatron.training import argument_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(argument_utils, "gpt_config_from_args", raising=False)
+        with pytest.raises(SystemExit, match=r"needs Megatron-Core 0\.19 .* path of pretrain_gpt"):
+            launcher.check_own_script()
+        patch.setattr(argument_utils, "gpt_config_from_args", None, raising=False)
+        launcher.check_own_script()
 
 
 @needs_megatron_on_cpu

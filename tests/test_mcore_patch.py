@@ -1,4 +1,7 @@
-"""The patch of megatron-core: applies, trains without install(), reverts to the same bytes."""
+"""Patches of megatron-core: apply, train without install(), revert to the same bytes.
+
+They are tried on the installed version; `tests/releases.py` does it for each.
+"""
 
 import filecmp
 import importlib.util
@@ -10,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-PATCH = Path(__file__).parent.parent / "patches" / "megatron-core-0.19.patch"
+from moeblaze_megatron import patch
+from moeblaze_megatron.mcore.install import TESTED_VERSIONS
+
+CHANGED = ["transformer/moe/moe_layer.py", "transformer/transformer_config.py"]
 
 # Run on the patched tree, which PYTHONPATH puts in front of the installed one.
 SCRIPT = """
@@ -85,29 +91,106 @@ def run(command, **keywords):
 
 def apply_with(tool, tree, revert=False):
     undo = ["-R"] if revert else []
-    if tool == "patch":
-        run(["patch", *undo, "-p1", "-i", str(PATCH)], cwd=tree)
+    file = str(patch.patch_for(tree / "megatron" / "core").file)
+    if tool == "ours":
+        patch.main(["--revert" if revert else "--apply", str(tree)])
+    elif tool == "patch":
+        run(["patch", *undo, "-p1", "-i", file], cwd=tree)
     else:  # inside a repository, git would take the paths from its root
         env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
-        run(["git", "apply", *undo, str(PATCH)], cwd=tree, env=env)
+        run(["git", "apply", *undo, file], cwd=tree, env=env)
 
 
-@pytest.mark.parametrize("tool", ["patch", "git"])
+@pytest.mark.parametrize("tool", ["ours", "patch", "git"])
 def test_applies_and_reverts_to_the_same_bytes(tool, tree, installed):
-    if not shutil.which(tool):
+    if tool != "ours" and not shutil.which(tool):
         pytest.skip(f"needs {tool}")
     assert differing(tree / "megatron" / "core", installed) == []
     apply_with(tool, tree)
-    assert differing(tree / "megatron" / "core", installed) == [
-        "transformer/moe/moe_layer.py",
-        "transformer/transformer_config.py",
-    ]
+    assert differing(tree / "megatron" / "core", installed) == CHANGED
     apply_with(tool, tree, revert=True)
     assert differing(tree / "megatron" / "core", installed) == []
 
 
+def test_again_changes_nothing_and_says_so(tree, installed, capsys):
+    core = tree / "megatron" / "core"
+    actions = ("check", "revert", "apply", "apply", "check", "revert")
+    for action, path in zip(actions, (tree, core.parent, core, tree, tree, tree), strict=True):
+        patch.main([f"--{action}", str(path)])
+    said = [line.partition(f" in {core}: ")[2] for line in capsys.readouterr().out.splitlines()]
+    name = patch.patch_for(core).file.name
+    assert said == [
+        f"not patched; {name} applies",
+        "was not patched, nothing changed",
+        f"patched with {name}",
+        f"was patched with {name} already, nothing changed",
+        f"patched with {name}",
+        f"{name} taken out",
+    ]
+    assert differing(core, installed) == []
+
+
+def refused(*arguments):
+    with pytest.raises(SystemExit) as error:
+        patch.main(list(map(str, arguments)))
+    return str(error.value)
+
+
+def test_unknown_trees_are_refused_with_the_nearest_release(tree, installed):
+    core = tree / "megatron" / "core"
+    release = patch.patch_for(core).release
+    assert "no megatron/core in" in refused("--check", tree / "no such folder")
+
+    hunks = patch.patch_for(core).hunks
+    layer, (first, second) = core / CHANGED[0], hunks[:2]
+    stock = layer.read_text()
+    place = second.before.decode()
+    layer.write_text(stock.replace(place, place.replace("raise ValueError", "raise KeyError")))
+    said = refused("--apply", tree)
+    assert f"differs from Megatron-Core {release}" in said
+    assert f"{layer} near line {second.line}" in said and f"line {first.line};" not in said
+    assert f"nearest known release is {release}, " in said
+    layer.write_text(stock.replace(first.before.decode(), first.after.decode()))
+    assert "applied in part" in refused("--revert", tree)
+    layer.write_text(stock)
+
+    info = core / "package_info.py"
+    info.write_text(info.read_text().replace("MAJOR = 0", "MAJOR = 7"))
+    said = refused("--apply", tree)
+    assert (
+        "no patch for Megatron-Core 7." in said
+        and f"known release is {release}, {len(hunks)} of" in said
+    )
+    assert differing(core, installed) == ["package_info.py"]
+
+
+def test_every_tested_release_has_a_patch():
+    releases = [found.release for found in patch.patches()]
+    assert releases == [*TESTED_VERSIONS, "0.20"]
+    for found in patch.patches():
+        assert sorted({hunk.path for hunk in found.hunks}) == CHANGED and len(found.hunks) == 5
+    table = (patch.patch_folder() / "README.md").read_text()
+    for found in patch.patches():
+        assert f"| `{found.file.name}` | {found.about} |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", TESTED_VERSIONS)
+def test_fits_the_newest_wheel_of_each_release(release, tmp_path):
+    """Downloads the wheels from PyPI."""
+    pip = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--no-compile"]
+    for name in ("stock", "patched"):
+        run([*pip, "--target", tmp_path / name, f"megatron-core=={release}.*"])
+    patch.main(["--apply", str(tmp_path / "patched")])
+    core = [tmp_path / name / "megatron" / "core" for name in ("stock", "patched")]
+    assert patch.patch_for(core[1]).release == release
+    assert differing(*core) == CHANGED
+    patch.main(["--revert", str(tmp_path / "patched")])
+    assert differing(*core) == []
+
+
 def test_patched_megatron_needs_no_install(tree, plain_env):
-    apply_with("patch" if shutil.which("patch") else "git", tree)
+    apply_with("ours", tree)
     path = [str(tree), *(entry for entry in sys.path if entry)]
     env = {**plain_env, "PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ""}
     assert "trained" in run([sys.executable, "-c", SCRIPT, str(tree)], env=env, cwd=tree)

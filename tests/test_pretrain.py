@@ -118,17 +118,25 @@ def test_cpu_example_trains(plain_env):
     assert example("pretrain_cpu.sh", "--train-iters", 5, env=plain_env).count(" lm loss: ") == 5
 
 
-@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="needs MEGATRON_LM, a checkout of 0.19")
-def test_unmodified_checkout_trains(plain_env):
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="needs MEGATRON_LM, a checkout")
+@pytest.mark.parametrize("ranks", [1, 2], ids="EP {}".format)
+def test_unmodified_checkout_trains_as_alltoall_does(plain_env, ranks):
     checkout = os.environ["MEGATRON_LM"]
-    code, output = launch(
-        f"{checkout}/pretrain_gpt.py",
-        *TINY,
-        *("--moe-token-dispatcher-type", "moeblaze", "--train-iters", 10),
-        env=plain_env,
-        processes=1,
-    )
-    assert code == 0, output[-6000:]
-    assert f"in {checkout}/megatron/core" in output and f"in {checkout}/megatron/train" in output
-    losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", output)]
-    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
+    losses = {}
+    for dispatcher in ("moeblaze", "alltoall"):
+        code, output = launch(
+            f"{checkout}/pretrain_gpt.py",
+            *TINY,
+            *("--moe-token-dispatcher-type", dispatcher, "--train-iters", 10),
+            *("--expert-model-parallel-size", ranks),
+            env=plain_env,
+            processes=ranks,
+        )
+        assert code == 0, output[-6000:]
+        for package in ("core", "training"):
+            assert f"in {checkout}/megatron/{package}" in output
+        found = re.findall(r"iteration .* lm loss: (\S+)", output)
+        losses[dispatcher] = list(map(float, found))
+    ours, theirs = losses["moeblaze"], losses["alltoall"]
+    assert len(ours) == 10 and ours[-1] < ours[0] - 0.5
+    assert max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)) < 1e-4

@@ -98,6 +98,11 @@ SETTINGS = (
         OFF,
         "experts have no bias yet, leave out --moe-single-grouped-bias",
     ),
+    Setting(
+        "moe_use_grouped_tensor",
+        OFF,
+        "each linear is one weight already, leave out --moe-use-grouped-tensor",
+    ),
     Setting("moe_use_legacy_grouped_gemm", OFF, "leave out --moe-use-legacy-grouped-gemm"),
     Setting(
         "batch_invariant_mode",

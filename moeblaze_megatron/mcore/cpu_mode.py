@@ -17,6 +17,7 @@ resuming. Not possible, since Megatron wants Transformer Engine or Apex for it: 
 context parallelism, resuming a run of the distributed optimizer. Nor does Transformer Engine run.
 """
 
+import inspect
 import logging
 import os
 import sys
@@ -181,7 +182,7 @@ def _patch_gloo():
 
 def _patch_megatron_core():
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def get_rng_state(device="cuda", clone=False, graph_safe=False):
         return torch.get_rng_state()
@@ -198,6 +199,8 @@ def _patch_megatron_core():
     logging.getLogger(random.__name__).addFilter(lambda r: "CPU RNG state" not in r.getMessage())
     # The stock function leaves CPU tensors as they are, and all_to_all_single refuses those.
     _patch(token_dispatcher, "maybe_move_tensor_to_cpu", to_split_sizes)
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 reads it without Transformer Engine too
+        _patch(moe_utils, "te_general_gemm", None)
 
 
 def _patch_megatron_training():
@@ -206,6 +209,13 @@ def _patch_megatron_training():
     name = f"{initialize.__name__}.initialize_megatron(allow_no_cuda=True)"
     if name not in _patched:
         function = initialize.initialize_megatron
-        # Its callers bound the function at import, so change the default rather than the name.
-        function.__defaults__ = (True, *function.__defaults__[1:])
+        # Its callers bound the function at import, so change the default rather than the name. Up
+        # to 0.17 it is not the first one.
+        with_default = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.default is not parameter.empty
+        ]
+        defaults = dict(zip(with_default, function.__defaults__, strict=True))
+        function.__defaults__ = tuple((defaults | {"allow_no_cuda": True}).values())
         _patched.append(name)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 VALUE = "moeblaze"
-TESTED_VERSIONS = ("0.19",)
+TESTED_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 # Our own flags; on a config they are attributes of the same names.
 FLAGS = ("moeblaze_workspace_mb", "moeblaze_recompute_fc1", "moeblaze_check_routing")
 

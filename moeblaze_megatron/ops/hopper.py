@@ -37,8 +37,8 @@ HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 WRITE_N = 64  # columns that leave at once
 STAGES = 4
 NUM_WARPS = 4  # of a warpgroup that multiplies
-MULTIPLY_REGISTERS = 192
-LOAD_REGISTERS = 120
+MULTIPLY_REGISTERS, LOAD_REGISTERS = 208, 88  # of a thread, by what it does
+WGRAD_REGISTERS = 192, 120  # the same in a weight gradient, whose copies take more addresses
 
 
 @lru_cache
@@ -396,6 +396,53 @@ def _activate(gate, up, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
+def _act(gate, up, permuted_probs_ptr, row, row_end, ACTIVATION: gl.constexpr):
+    rows = row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
+    prob = gl.load(permuted_probs_ptr + rows, mask=rows < row_end, other=0.0)
+    return _activate(gate, up, ACTIVATION) * prob[:, None]
+
+
+@gluon.jit
+def _write_act(
+    gate,
+    up,  # unused unless gated
+    permuted_probs_ptr,  # [R]
+    buffers,
+    slot: gl.constexpr,
+    act_desc,  # [R, F]
+    act_ptr,  # [R, F]
+    row,
+    row_end,
+    f0,
+    F: gl.constexpr,
+    WRITE_N: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):
+    """As `_write_tile`; activation and probability by part, since registers hold no more."""
+    HALF: gl.constexpr = gate.shape[1] // 2
+    gate, right = _halves(gate)
+    up, right_up = _halves(up)
+    if HALF > WRITE_N:
+        _write_act(
+            gate, up, permuted_probs_ptr, buffers, slot, act_desc, act_ptr, row, row_end, f0, F,
+            WRITE_N, ACTIVATION,
+        )  # fmt: skip
+        _write_act(
+            right, right_up, permuted_probs_ptr, buffers, slot, act_desc, act_ptr, row, row_end,
+            f0 + HALF, F, WRITE_N, ACTIVATION,
+        )  # fmt: skip
+    else:
+        _write_part(
+            _act(gate, up, permuted_probs_ptr, row, row_end, ACTIVATION), buffers.index(slot),
+            act_desc, act_ptr, row, row_end, f0, F, F, False,
+        )  # fmt: skip
+        _write_part(
+            _act(right, right_up, permuted_probs_ptr, row, row_end, ACTIVATION),
+            buffers.index(slot + 1), act_desc, act_ptr, row, row_end, f0 + HALF, F, F, False,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _multiply_fc1(
     half: gl.constexpr,
     permuted_probs_ptr,  # [R]
@@ -455,12 +502,9 @@ def _multiply_fc1(
                             up, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end,
                             F + f0, WIDTH, WIDTH, WRITE_N, False,
                         )  # fmt: skip
-                rows = row_start + gl.arange(0, HALF_R, gl.SliceLayout(1, gate.type.layout))
-                prob = gl.load(permuted_probs_ptr + rows, mask=rows < end, other=0.0)
-                act = _activate(gate, up, ACTIVATION) * prob[:, None]
-                _write_tile(
-                    act, buffers, 2 * half, act_desc, act_ptr, row_start, end, f0, F, F, WRITE_N,
-                    False,
+                _write_act(
+                    gate, up, permuted_probs_ptr, buffers, 2 * half, act_desc, act_ptr, row_start,
+                    end, f0, F, WRITE_N, ACTIVATION,
                 )  # fmt: skip
     tma.store_wait(0)
 
@@ -1127,7 +1171,6 @@ def wgrad(
         WRITE_N,
         GROUP,
         STAGES,
-        MULTIPLY_REGISTERS,
-        LOAD_REGISTERS,
+        *WGRAD_REGISTERS,
         num_warps=NUM_WARPS,
     )

@@ -1,4 +1,6 @@
-"""Compiles the package's kernels for GPUs that need not be there: `python tests/aot.py 90`.
+"""Compiles the package's kernels for GPUs that need not be there.
+
+    python -m moeblaze_megatron.aot 90
 
 The operator runs on tensors of the meta device, which have shapes and dtypes but no data, and every
 launch is compiled with exactly the arguments, tiles and options it was made with. So nothing is
@@ -146,13 +148,16 @@ def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int
     kernels.grad_probs(permuted_probs, lists, topk_probs, dense=False)
 
 
-def compile_step(arch: int, dtype: torch.dtype) -> list[Resources]:
+def compile_step(
+    arch: int, dtype: torch.dtype, activations: tuple[str, ...] | None = None
+) -> list[Resources]:
     """Every kernel that the operator launches on `sm_<arch>`.
 
     With both ways to return a weight gradient, and a workspace in which gathered rows fit or not;
-    all activations in bf16, while one will do in the other dtypes.
+    where `activations` names none, all of them in bf16, while one will do in the other dtypes.
     """
-    activations = ACTIVATIONS if dtype is torch.bfloat16 else ACTIVATIONS[:1]
+    if activations is None:
+        activations = ACTIVATIONS if dtype is torch.bfloat16 else ACTIVATIONS[:1]
     variants = itertools.product(activations, (False, True), (None, 2**40))
     with (
         compiling(arch) as compiled,
@@ -175,7 +180,9 @@ def table(rows: list[Resources]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compile all kernels without a GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m moeblaze_megatron.aot", description="Compile all kernels without a GPU."
+    )
     parser.add_argument("arch", type=int, choices=MAX_SHARED, help="90 for sm_90")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--json", action="store_true", help="print JSON and not a table")

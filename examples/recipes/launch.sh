@@ -1,0 +1,36 @@
+# Sourced by the recipes, which set FLAGS, and GPUS and NODES as defaults. In the environment:
+#
+#   DATA=PREFIX       Megatron's indexed dataset, PREFIX.bin and PREFIX.idx; else random tokens
+#   DISPATCHER=NAME   moeblaze (default), alltoall, ...
+#   GPUS, NODES       GPUs of a node, nodes
+#   SCRIPT=PATH       pretrain_gpt.py of a Megatron-LM checkout; else the package's own script
+#   MASTER_ADDR, NODE_RANK   with several nodes and without Slurm, where torchrun runs on each
+#
+# `--dry-run` first prints the memory of each GPU with both dispatchers, and starts nothing; other
+# arguments are added to Megatron's.
+
+if [[ ${1:-} == --dry-run ]]; then
+    shift
+    exec python -m moeblaze_megatron.estimate --processes $((GPUS * NODES)) "${FLAGS[@]}" "$@"
+fi
+
+if [[ -n ${DATA:-} ]]; then
+    FLAGS+=(--data-path "$DATA" --split 98,2,0)
+else
+    FLAGS+=(--mock-data)
+fi
+
+TORCHRUN=(torchrun --nproc-per-node "$GPUS")
+if [[ -n ${SLURM_JOB_ID:-} ]]; then
+    HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    TORCHRUN+=(--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"
+        --rdzv-endpoint "$HEAD:29500")
+elif ((NODES > 1)); then
+    TORCHRUN+=(--nnodes "$NODES" --node-rank "${NODE_RANK:?the number of this node, from 0}"
+        --master-addr "${MASTER_ADDR:?the address of node 0}" --master-port 29500)
+else
+    TORCHRUN+=(--standalone)
+fi
+
+exec "${TORCHRUN[@]}" -m moeblaze_megatron ${SCRIPT:+"$SCRIPT"} \
+    --moe-token-dispatcher-type "${DISPATCHER:-moeblaze}" "${FLAGS[@]}" "$@"

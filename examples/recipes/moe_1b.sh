@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# A mixture of experts of 1.1 B parameters, 0.34 B of them active, on one GPU in bf16 and byte tokens.
+# DATA=runs/quickstart/data/train is text, once `python -m moeblaze_megatron.quickstart` was run.
+#
+# Layout: all on one GPU. With GPUS=8 the same is data-parallel, the optimizer spread over the ranks.
+# The last group of flags does without Transformer Engine and Apex; with them, leave it out.
+set -euo pipefail
+
+GPUS=${GPUS:-1}
+NODES=${NODES:-1}
+FLAGS=(
+    --num-layers 20 --hidden-size 1024 --num-attention-heads 16
+    --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1024
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
+    --swiglu --disable-bias-linear --normalization RMSNorm
+    --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0
+
+    --use-distributed-optimizer --recompute-granularity selective
+
+    --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 32
+    --train-iters 1000 --lr 4e-4 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters 50
+    --clip-grad 1.0 --adam-beta2 0.95 --weight-decay 0.1 --bf16
+    --tokenizer-type NullTokenizer --vocab-size 257
+    --log-interval 10 --eval-interval 250 --eval-iters 10
+
+    --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --no-rope-fusion --no-persist-layer-norm
+)
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -1,0 +1,437 @@
+"""Train one model with two dispatchers and put the runs side by side.
+
+    python -m moeblaze_megatron.compare [options] [SCRIPT.py | --] [Megatron's flags]
+
+Each run is a fresh process under torchrun and the launcher, with the same data and seed; one more
+of the baseline with another seed shows how far two equal runs lie apart. Without a script and flags
+the quickstart's own small model trains on text that is on the machine. What is finished stays in
+the output folder and is not run again.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moeblaze_megatron import quickstart
+from moeblaze_megatron.record import PHASES, TIMED_UNTIL
+
+# Flags that compare sets itself, or that would let the runs meet, and what to do about them.
+OWN_FLAGS = {
+    "--moe-token-dispatcher-type": "the dispatchers are compare's --dispatchers",
+    "--save": "the runs would write over each other's checkpoints",
+    "--exit-duration-in-mins": "the runs would stop at different iterations",
+}
+OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
+TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from the second on
+
+
+class Failed(RuntimeError):
+    """A training process that did not end well.
+
+    Attributes:
+        output: all it printed.
+    """
+
+    def __init__(self, output: str, log: Path):
+        self.output = output
+        own = output.partition("failed (exitcode")[0]  # what torchrun says of it follows
+        tail = "".join(own.splitlines(keepends=True)[-30:])
+        super().__init__(f"{tail}\ntraining failed; whole log: {log}")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m moeblaze_megatron.compare",
+        description="Run the same Megatron pretraining with moeblaze and with another dispatcher, "
+        "and report losses, speed and memory side by side.",
+        epilog="Options of compare come first. From the path of a script on, or after --, all "
+        "arguments are that run's; after -- the package's own script runs.",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="where runs and report go (default: runs/compare); runs that it holds are kept",
+    )
+    parser.add_argument(
+        "--dispatchers",
+        nargs=2,
+        default=("alltoall", "moeblaze"),
+        choices=("alltoall", "allgather", "flex", "moeblaze"),
+        metavar=("BASELINE", "OTHER"),
+        help="what to compare (default: alltoall moeblaze)",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="processes, one for each GPU"
+    )
+    parser.add_argument(
+        "--iters", type=int, default=60, metavar="N", help="without flags of yours (default: 60)"
+    )
+    parser.add_argument(
+        "--find-max-batch",
+        action="store_true",
+        help="find the largest micro-batch that fits the GPU with each dispatcher, instead",
+    )
+    parser.add_argument("training", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.training[:1] == ["--"]:
+        del arguments.training[0]
+    given = {word.partition("=")[0] for word in arguments.training}
+    if wrong := [f"{flag}: {why}" for flag, why in OWN_FLAGS.items() if flag in given]:
+        parser.error("leave out " + "; ".join(wrong))
+    if arguments.iters < 2 * TIMED_UNTIL:
+        parser.error(f"--iters must be {2 * TIMED_UNTIL} or more, got {arguments.iters}")
+    return arguments
+
+
+def value_of(training: list[str], flag: str, default: int) -> int:
+    """The number that `flag` has in a command line, the last one as in argparse."""
+    for i, word in reversed(list(enumerate(training))):
+        if word == flag:
+            return int(training[i + 1])
+        if word.startswith(f"{flag}="):
+            return int(word.partition("=")[2])
+    return default
+
+
+def without(training: list[str], flag: str) -> list[str]:
+    """The command line without `flag` and its values."""
+    kept, skip = [], False
+    for word in training:
+        if word.startswith("--"):
+            skip = word == flag or word.startswith(f"{flag}=")
+        if not skip:
+            kept.append(word)
+    return kept
+
+
+def default_training(out: Path, iters: int) -> list[str]:
+    """Flags of the quickstart's model, and its data in `out`."""
+    data = out / "data"
+    if not (data / "train.idx").exists():
+        texts, _ = quickstart.collect_text(None)
+        data.mkdir(parents=True, exist_ok=True)
+        quickstart.write_dataset(texts, data)
+    sizes = quickstart.GPU_SIZES if torch.cuda.is_available() else quickstart.CPU_SIZES
+    return quickstart.training_flags(sizes, data, iters)
+
+
+def run(training: list[str], processes: int, folder: Path, show: Callable[[str], None]) -> None:
+    """Train in a fresh process, recording into the new `folder`; raises Failed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [*quickstart.launcher_command(processes), *training]
+    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
+    env |= os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
+    lines, log = [], folder / "train.log"
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        try:
+            for line in process.stdout:
+                file.write(line)
+                lines.append(line)
+                show(line)
+        except KeyboardInterrupt:
+            process.wait()  # torchrun has had the same signal
+            raise
+    if process.returncode:
+        raise Failed("".join(lines), log)
+
+
+def progress(name: str, iters: int) -> Callable[[str], None]:
+    """Shows about ten of the iterations that Megatron logs, of an unknown number every tenth."""
+    shown = 0
+
+    def show(line: str) -> None:
+        nonlocal shown
+        if found := quickstart.ITERATION.search(line):
+            shown += 1
+            if (shown - 1) % (max(1, iters // 10) if iters else 10) == 0:
+                print(
+                    f"  {name:<24} iteration {found['iteration']:>6}  lm loss "
+                    f"{float(found['loss']):.4f}  {float(found['ms']):.0f} ms",
+                    flush=True,
+                )
+
+    return show
+
+
+def read(folder: Path) -> dict:
+    """Steps and figures of a finished run."""
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    first = ranks[0]
+    if len(steps) < 2:
+        sys.exit(f"compare: {folder} has less than two iterations: nothing to time, train longer")
+    times = [step["ms"] for step in steps[TIMED_UNTIL:]] or [step["ms"] for step in steps[1:]]
+    seconds = statistics.median(times) / 1e3
+    peaks = [rank["peak_bytes"] for rank in ranks if rank["peak_bytes"]]
+    held = next((rank for rank in ranks if rank["held_bytes_per_token"] is not None), first)
+    rows = [rank["rows_per_dispatch"] for rank in ranks if rank["rows_per_dispatch"]]
+    return {
+        "versions": first["versions"],
+        "iterations": [step["iteration"] for step in steps],
+        "losses": [step["loss"] for step in steps],
+        "grad_norms": [step["grad_norm"] for step in steps],
+        "ms_per_iteration": 1e3 * seconds,
+        "tokens_per_s": first["tokens_per_iteration"] / seconds,
+        "tflops_per_gpu": first["flops_per_iteration"] / seconds / 1e12 / first["world_size"],
+        "peak_bytes": max(peaks) if peaks else None,
+        "held_bytes_per_token": held["held_bytes_per_token"],
+        "layer": held["layer"],
+        "phase_ms": held["phase_ms"],
+        "rows_per_dispatch": statistics.mean(rows) if rows else None,
+    }
+
+
+def finished(folder: Path, training: list[str]) -> bool:
+    """Whether `folder` holds this very run, complete; exits where it holds another."""
+    mark = folder / "finished.json"
+    if not mark.exists():
+        return False
+    if json.loads(mark.read_text()) != training:
+        sys.exit(
+            f"compare: {folder} holds a run with other flags; name another folder with --out, or "
+            "delete it"
+        )
+    return True
+
+
+def gaps_between(losses: list[float], base: list[float]) -> list[float]:
+    """By iteration, up to where the shorter run ends."""
+    return [abs(a - b) for a, b in zip(losses, base, strict=False)]
+
+
+def differences(report: dict) -> dict:
+    """How far losses lie apart: the other dispatcher, and the baseline's other seed."""
+    base, other, noise = (report["runs"][name]["losses"] for name in report["names"])
+
+    def apart(losses: list[float]) -> dict:
+        gaps = gaps_between(losses, base)
+        tail = gaps[len(gaps) // 2 :]
+        return {"mean": statistics.mean(gaps), "mean_second_half": statistics.mean(tail)}
+
+    return {"dispatchers": apart(other), "seeds": apart(noise)}
+
+
+def table(report: dict) -> str:
+    """The report as text."""
+    names = report["names"]
+    runs = [report["runs"][name] for name in names]
+
+    def row(
+        label: str, key: Callable[[dict], float | None], form: str, timed: bool = False
+    ) -> list[str]:
+        values = [key(run) for run in runs]
+        cells = ["-" if value is None else format(value, form) for value in values]
+        comparable = values[0] and values[1] is not None and not (timed and report["cpu"])
+        return [label, *cells, f"{values[1] / values[0]:.2f}" if comparable else ""]
+
+    lines = [
+        ["", *names, f"{report['dispatchers'][1]} / {report['dispatchers'][0]}"],
+        row("lm loss, first", lambda run: run["losses"][0], ".4f"),
+        row("lm loss, last", lambda run: run["losses"][-1], ".4f"),
+        row("grad norm, last", lambda run: run["grad_norms"][-1], ".4f"),
+        row("ms per iteration", lambda run: run["ms_per_iteration"], ".1f", True),
+        row("tokens/s", lambda run: run["tokens_per_s"], ",.0f", True),
+        row("TFLOP/s per GPU", lambda run: run["tflops_per_gpu"], ".4g", True),
+        row("peak memory, GiB", lambda run: (run["peak_bytes"] or 0) / 2**30 or None, ".2f"),
+        row("held per MoE layer, bytes/token", lambda run: run["held_bytes_per_token"], ",.0f"),
+        row("rows sent per dispatch and rank", lambda run: run["rows_per_dispatch"], ",.0f"),
+    ]
+    phases = [phase for phase in PHASES if any(phase in run["phase_ms"] for run in runs)]
+    lines += [
+        row(f"forward {phase}, ms", lambda run, p=phase: run["phase_ms"].get(p), ".2f", True)
+        for phase in phases
+    ]
+    widths = [max(len(cells[i]) for cells in lines) for i in range(len(lines[0]))]
+    text = "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in lines
+    )
+    gaps = report["differences"]
+    ours, noise = (gaps[key]["mean_second_half"] for key in ("dispatchers", "seeds"))
+    verdict = "within" if ours <= noise else "OUTSIDE"
+    note = "Times on a CPU are those of eager twins and say nothing about a GPU.\n"
+    return (
+        f"{text}\n\nmean difference of the losses in the second half of the run: "
+        f"{ours:.6f} between the dispatchers, {noise:.6f} between two seeds: "
+        f"{verdict} the noise\n{note if report['cpu'] else ''}{said(report['versions'])}"
+    )
+
+
+def plot(report: dict, path: Path) -> None:
+    """Loss curves, their differences, and bars of speed and memory, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    base, other, noise = report["names"]
+    runs = report["runs"]
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for name, style in zip(report["names"], ("-", "--", ":"), strict=True):
+        left.plot(runs[name]["iterations"], runs[name]["losses"], style, label=name)
+    left.set(title="lm loss", xlabel="iteration")
+    left.legend()
+    for name in (other, noise):
+        gaps = gaps_between(runs[name]["losses"], runs[base]["losses"])
+        middle.plot(runs[name]["iterations"][: len(gaps)], gaps, label=f"{name} against {base}")
+    middle.set(title="difference of the losses", xlabel="iteration", yscale="log")
+    middle.legend()
+    figures = {"held per MoE layer": "held_bytes_per_token", "peak memory": "peak_bytes"}
+    if not report["cpu"]:
+        figures["tokens/s"] = "tokens_per_s"
+    figures = {k: v for k, v in figures.items() if runs[base][v] and runs[other][v]}
+    ratios = [runs[other][key] / runs[base][key] for key in figures.values()]
+    right.bar(list(figures), ratios)
+    right.axhline(1, color="black", linewidth=0.8)
+    right.set(title=f"{other} / {base}")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def said(versions: dict[str, str]) -> str:
+    return ", ".join(
+        value if name == "device" else f"{name} {value}" for name, value in versions.items()
+    )
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    out, (baseline, other) = arguments.out, arguments.dispatchers
+    training = arguments.training or default_training(out, arguments.iters)
+    seed = value_of(training, "--seed", 1234)
+    iters = value_of(training, "--train-iters", 0)
+    runs = {
+        baseline: (baseline, seed),
+        other: (other, seed),
+        f"{baseline}, seed {seed + 1}": (baseline, seed + 1),
+    }
+    report = {"names": list(runs), "dispatchers": [baseline, other], "runs": {}}
+    for name, (dispatcher, number) in runs.items():
+        folder = out / f"{dispatcher}-seed{number}"
+        # Behind the flags given, so that these values hold.
+        own = ["--moe-token-dispatcher-type", dispatcher, "--seed", str(number)]
+        command = [*training, *own, "--log-interval", "1"]
+        if finished(folder, command):
+            print(f"{name}: finished before, in {folder}", flush=True)
+        else:
+            print(f"{name}: training, all output in {folder / 'train.log'}", flush=True)
+            run(command, arguments.processes, folder, progress(name, iters))
+            (folder / "finished.json").write_text(json.dumps(command))
+        report["runs"][name] = read(folder)
+    report["differences"] = differences(report)
+    report["versions"] = report["runs"][baseline].pop("versions")
+    report["cpu"] = report["versions"]["device"] == "CPU"
+    text = table(report)
+    (out / "report.json").write_text(json.dumps(report, indent=1))
+    (out / "report.txt").write_text(text + "\n")
+    written = [out / "report.txt", out / "report.json"]
+    if importlib.util.find_spec("matplotlib"):
+        plot(report, out / "report.png")
+        written.append(out / "report.png")
+    else:
+        print("no plots: matplotlib is not installed (pip install 'moeblaze-megatron[plots]')")
+    print(f"\n{text}\n\nwritten: {', '.join(map(str, written))}")
+
+
+def largest(fits: Callable[[int], bool], start: int) -> int:
+    """The largest n for which `fits(n)`, by doubling from `start`, then bisection; 0 if none."""
+    low, high = 0, max(1, start)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def find_max_batch(arguments: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():
+        sys.exit(
+            "compare: --find-max-batch needs a GPU: on a CPU no micro-batch is too large for its "
+            "memory, only slow"
+        )
+    training = arguments.training or default_training(arguments.out, TRY_ITERATIONS)
+    start = value_of(training, "--micro-batch-size", 1)
+    # The global batch follows the micro-batch then, one for each data-parallel rank.
+    for flag in (
+        *("--micro-batch-size", "--global-batch-size", "--rampup-batch-size", "--train-samples"),
+        *("--lr-warmup-samples", "--lr-decay-samples", "--lr-warmup-fraction"),
+    ):
+        training = without(training, flag)
+    found, versions = {}, {}
+    for dispatcher in arguments.dispatchers:
+
+        def fits(batch: int, dispatcher: str = dispatcher) -> bool:
+            folder = arguments.out / f"{dispatcher}-batch{batch}"
+            own = ["--moe-token-dispatcher-type", dispatcher, "--micro-batch-size", str(batch)]
+            own += ["--train-iters", str(TRY_ITERATIONS), "--lr-warmup-iters", "0"]
+            command = [*training, *own, "--eval-iters", "0", "--log-interval", "1"]
+            if finished(folder, command):
+                result = (folder / "fits").exists()
+            else:
+                try:
+                    run(command, arguments.processes, folder, lambda line: None)
+                    (folder / "fits").touch()
+                    result = True
+                except Failed as failure:
+                    if not any(words in failure.output for words in OUT_OF_MEMORY):
+                        raise
+                    result = False
+                (folder / "finished.json").write_text(json.dumps(command))
+            if result:
+                versions.update(json.loads((folder / "rank0.json").read_text())["versions"])
+            outcome = "fits" if result else "out of memory"
+            print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
+            return result
+
+        found[dispatcher] = largest(fits, start)
+    report = {"largest_micro_batch": found, "versions": versions}
+    (arguments.out / "max_batch.json").write_text(json.dumps(report, indent=1))
+    for dispatcher, batch in found.items():
+        print(f"largest micro-batch with {dispatcher}: {batch}")
+    print(said(versions))
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    try:
+        find_max_batch(arguments) if arguments.find_max_batch else compare(arguments)
+    except Failed as failure:
+        sys.exit(f"compare: {failure}")
+    except KeyboardInterrupt:
+        sys.exit(
+            textwrap.fill(
+                f"compare: interrupted; the same command goes on, and keeps what is finished in "
+                f"{arguments.out}",
+                100,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Memory of one GPU in a Megatron MoE run, with both dispatchers, before anything is started.
+
+    python -m moeblaze_megatron.estimate --processes N [Megatron's flags]
+
+Closed forms from the flags, for even routing and the first pipeline stage, which holds most
+micro-batches; no Megatron and no GPU needed. What allocators, NCCL and CUDA hold comes on top.
+
+T tokens, K experts per token, E experts, H hidden size, F ffn hidden size of one expert.
+"""
+
+import argparse
+import ast
+import sys
+from dataclasses import dataclass
+
+from moeblaze_megatron.ops.memory import LayerBytes
+
+GIB = 2**30
+DISPATCHERS = ("moeblaze", "alltoall")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags that the estimate reads; others of Megatron's may stand beside them."""
+    flags = argparse.ArgumentParser(
+        prog="python -m moeblaze_megatron.estimate",
+        description="Estimate the memory of each GPU from Megatron's flags, for both dispatchers.",
+        allow_abbrev=False,
+    )
+    flags.add_argument("--processes", type=int, default=1, help="GPUs of the whole run")
+    for name in (
+        *("num-layers", "hidden-size", "num-attention-heads", "num-experts", "moe-ffn-hidden-size"),
+        *("seq-length", "micro-batch-size", "global-batch-size"),
+    ):
+        flags.add_argument(f"--{name}", type=int, required=True)
+    for name, default in (
+        *(("ffn-hidden-size", None), ("kv-channels", None), ("num-query-groups", None)),
+        *(("moe-router-topk", 2), ("moe-shared-expert-intermediate-size", 0), ("vocab-size", 0)),
+        *(("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1)),
+        *(("context-parallel-size", 1), ("expert-model-parallel-size", 1)),
+        *(("expert-tensor-parallel-size", None), ("q-lora-rank", None), ("kv-lora-rank", 512)),
+        *(("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64), ("v-head-dim", 128)),
+    ):
+        flags.add_argument(f"--{name}", type=int, default=default)
+    flags.add_argument("--moe-layer-freq", type=str, default="1")
+    flags.add_argument("--recompute-granularity", choices=("full", "selective"))
+    for name in (
+        *("swiglu", "bf16", "fp16", "use-distributed-optimizer", "group-query-attention"),
+        *("untie-embeddings-and-output-weights", "multi-latent-attention"),
+        "moeblaze-recompute-fc1",
+    ):
+        flags.add_argument(f"--{name}", action="store_true")
+    return flags
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one GPU, by what they are for; `moe` and `transient` by dispatcher."""
+
+    parameters: int  # numbers, not bytes, of the whole model
+    weights: float  # with their gradients
+    optimizer: float
+    other_layers: float  # kept for backward of attention, norms and dense layers
+    logits: float
+    moe: dict[str, float]  # kept for backward of the experts
+    transient: dict[str, float]  # at the worst moment of one layer's backward
+
+    def total(self, dispatcher: str) -> float:
+        fixed = self.weights + self.optimizer + self.other_layers + self.logits
+        return fixed + self.moe[dispatcher] + self.transient[dispatcher]
+
+
+def moe_layers(freq: str, layers: int) -> int:
+    """How many of `layers` are MoE layers, as --moe-layer-freq says: N, or a list in Python."""
+    if freq.isdecimal():
+        return sum(i % int(freq) == 0 for i in range(layers))
+    pattern = []
+    for part in freq.replace(" ", "").strip("()").split("+"):  # "([0]*3+[1]*58)"
+        values, _, times = part.partition("*")
+        pattern += ast.literal_eval(values) * int(times or 1)
+    if len(pattern) != layers:
+        sys.exit(f"estimate: --moe-layer-freq {freq} has {len(pattern)} layers, not {layers}")
+    return sum(pattern)
+
+
+def kept_by_experts(
+    K: int, H: int, F: int, halves: int, size: int, received: float, recompute_fc1: bool
+) -> dict[str, float]:
+    """Bytes per token that the experts keep for backward, beside the layer's input.
+
+    Args:
+        halves: 2 with a gate, else 1.
+        size: bytes of an element.
+        received: rows of x per token that came from other ranks and are kept; 0 without.
+    """
+    fc1_output = 0 if recompute_fc1 else halves * size * K * F
+    return {
+        "moeblaze": fc1_output + 16 * K + received * size * H,
+        "alltoall": size * K * (H + halves * F + F),  # permuted x, fc1_output, act
+    }
+
+
+def estimate(flags: argparse.Namespace) -> Estimate:
+    H, F, E, K = (
+        flags.hidden_size,
+        flags.moe_ffn_hidden_size,
+        flags.num_experts,
+        flags.moe_router_topk,
+    )
+    tp, pp, cp = (
+        flags.tensor_model_parallel_size,
+        flags.pipeline_model_parallel_size,
+        flags.context_parallel_size,
+    )
+    ep = flags.expert_model_parallel_size
+    etp = flags.expert_tensor_parallel_size or tp
+    if flags.processes % (tp * pp * cp) or flags.processes % (ep * etp * pp):
+        sys.exit(
+            f"estimate: {flags.processes} processes are no multiple of tensor x pipeline x context "
+            f"parallel size {tp * pp * cp} and of expert x expert-tensor x pipeline {ep * etp * pp}"
+        )
+    dp, edp = flags.processes // (tp * pp * cp), flags.processes // (ep * etp * pp)
+    half = flags.bf16 or flags.fp16
+    size, halves = (2 if half else 4), (2 if flags.swiglu else 1)
+
+    head = flags.kv_channels or H // flags.num_attention_heads
+    query = flags.num_attention_heads * head
+    groups = flags.num_query_groups if flags.group_query_attention else flags.num_attention_heads
+    if flags.multi_latent_attention:
+        qk = flags.qk_head_dim + flags.qk_pos_emb_head_dim
+        query = flags.num_attention_heads * qk
+        value = flags.num_attention_heads * flags.v_head_dim
+        down = flags.q_lora_rank or H
+        attention = (H * down if flags.q_lora_rank else 0) + down * query + value * H
+        attention += H * (flags.kv_lora_rank + flags.qk_pos_emb_head_dim)
+        attention += flags.kv_lora_rank * flags.num_attention_heads * flags.qk_head_dim
+        attention += flags.kv_lora_rank * value
+        heads = 2 * query + 2 * value  # q, k, v and what attention returns
+    else:
+        attention = H * (2 * query + 2 * groups * head)
+        heads = 2 * query + 2 * groups * head
+    sparse = moe_layers(flags.moe_layer_freq, flags.num_layers)
+    dense = flags.num_layers - sparse
+    ffn = flags.ffn_hidden_size or 4 * H
+    expert = (halves + 1) * H * F
+    shared = (halves + 1) * H * flags.moe_shared_expert_intermediate_size + H * E
+    embeddings = H * flags.vocab_size * (2 if flags.untie_embeddings_and_output_weights else 1)
+    every = flags.num_layers * (attention + 2 * H) + sparse * shared
+    every += dense * (halves + 1) * H * ffn
+    # The first of several stages holds its share of the layers and the input's embeddings.
+    own = every / pp / tp + embeddings / tp / min(pp, 2)
+    own_experts = sparse * E * expert / pp / ep / etp
+
+    weight = size + 4  # the gradient is fp32
+    state = 12 if half else 8  # fp32 master weight where weights are not, and two moments
+    spread = (dp * cp, edp) if flags.use_distributed_optimizer else (1, 1)
+    optimizer = state * (own / spread[0] + own_experts / spread[1])
+
+    T = flags.seq_length * flags.micro_batch_size // cp // tp  # tokens at a MoE layer
+    in_flight = min(pp, max(1, flags.global_batch_size // (flags.micro_batch_size * dp)))
+    batches = T * in_flight
+    rows = T * K
+    # With expert parallelism a token is received once by each rank that holds one of its experts.
+    received = ep * (1 - (1 - 1 / ep) ** K) if ep * etp > 1 else 0.0
+    kept = kept_by_experts(K, H, F / etp, halves, size, received, flags.moeblaze_recompute_fc1)
+    layer = LayerBytes(
+        output=T * H * size,
+        fc1_output=int(rows * halves * F / etp) * size,
+        act=int(rows * F / etp) * size,
+        fc1_weight=int(E / ep * halves * H * F / etp) * size,
+        fc2_weight=int(E / ep * H * F / etp) * size,
+    )
+    again = layer.fc1_output if flags.moeblaze_recompute_fc1 else 0
+    transient = {
+        "moeblaze": float(layer.peak - layer.fc1_output + again),
+        # Gradients of permuted x and fc1_output, of the output by row, and of the larger weight.
+        "alltoall": float(2 * rows * H * size + layer.fc1_output + layer.fc1_weight),
+    }
+    # Inputs of both norms, their outputs, and what attention's linears and kernel keep.
+    norms = 4 * H * size
+    other = batches * flags.num_layers / pp * (norms + heads * size / tp)
+    other += batches * dense / pp * (halves + 1) * ffn * size / tp
+    other += batches * sparse / pp * (halves + 1) * flags.moe_shared_expert_intermediate_size * size
+    experts = {name: batches * sparse / pp * kept[name] for name in DISPATCHERS}
+    if (
+        flags.recompute_granularity == "full"
+    ):  # the layers' inputs stay, and one layer is made again
+        for name in DISPATCHERS:
+            transient[name] += T * kept[name]
+        other = batches * flags.num_layers / pp * H * size + T * (norms + heads * size / tp)
+        experts = dict.fromkeys(DISPATCHERS, 0.0)
+    logits = 0.0 if pp > 1 else flags.seq_length * flags.micro_batch_size / cp
+    return Estimate(
+        parameters=every + embeddings + sparse * E * expert,
+        weights=weight * (own + own_experts),
+        optimizer=optimizer,
+        other_layers=other,
+        logits=logits * flags.vocab_size / tp * (size + 4),
+        moe=experts,
+        transient=transient,
+    )
+
+
+def report(found: Estimate, processes: int) -> str:
+    rows = [
+        ("weights and gradients", *[found.weights] * 2),
+        ("optimizer", *[found.optimizer] * 2),
+        ("kept of attention, norms, dense", *[found.other_layers] * 2),
+        ("kept of the experts", *(found.moe[name] for name in DISPATCHERS)),
+        ("logits", *[found.logits] * 2),
+        ("one layer's backward", *(found.transient[name] for name in DISPATCHERS)),
+        ("together", *(found.total(name) for name in DISPATCHERS)),
+    ]
+    lines = [
+        f"{found.parameters / 1e9:.2f} B parameters on {processes} GPUs; GiB on each, estimated"
+    ]
+    lines.append(f"{'':<33}" + "".join(f"{name:>10}" for name in DISPATCHERS))
+    lines += [f"{label:<33}" + "".join(f"{v / GIB:>10.2f}" for v in vs) for label, *vs in rows]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    flags, _ = parser().parse_known_args(argv)
+    print(report(estimate(flags), flags.processes))
+
+
+if __name__ == "__main__":
+    main()

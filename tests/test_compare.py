@@ -1,0 +1,139 @@
+"""`python -m moeblaze_megatron.compare`: runs and their report, resumed; the largest batch."""
+
+import json
+import sys
+from importlib.metadata import version
+
+import pytest
+from pretraining import TINY, needs_megatron_on_cpu, run
+
+from moeblaze_megatron import compare
+
+
+def test_flags_are_read_and_taken_out():
+    training = ["--seed", "1", "--micro-batch-size=4", "--seed", "7", "--lr", "1"]
+    assert compare.value_of(training, "--seed", 1234) == 7
+    assert compare.value_of(training, "--micro-batch-size", 1) == 4
+    assert compare.value_of(training, "--train-iters", 9) == 9
+    assert compare.without(training, "--seed") == ["--micro-batch-size=4", "--lr", "1"]
+    assert compare.without(training, "--micro-batch-size") == [*training[:2], *training[3:]]
+    ramp = ["--rampup-batch-size", "2", "2", "64", "--bf16"]
+    assert compare.without(ramp, "--rampup-batch-size") == ["--bf16"]
+
+
+def test_options_end_where_the_training_command_begins():
+    arguments = compare.parse_arguments(["--out", "x", "script.py", "--out", "y", "--lr", "1"])
+    assert str(arguments.out) == "x" and arguments.training[:2] == ["script.py", "--out"]
+    arguments = compare.parse_arguments(["--processes", "2", "--", "--lr", "1"])
+    assert arguments.processes == 2 and arguments.training == ["--lr", "1"]
+
+
+def test_flags_that_compare_sets_are_refused_together(capsys):
+    with pytest.raises(SystemExit):
+        compare.parse_arguments(["--", "--save=x", "--moe-token-dispatcher-type", "flex"])
+    said = capsys.readouterr().err
+    assert "--moe-token-dispatcher-type: the dispatchers are" in said and "--save: " in said
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 4, 5, 31, 32])
+@pytest.mark.parametrize("start", [1, 4])
+def test_bisection_finds_the_largest(most, start):
+    tried = []
+
+    def fits(batch):
+        tried.append(batch)
+        return batch <= most
+
+    assert compare.largest(fits, start) == most
+    assert len(tried) == len(set(tried)) and min(tried) >= 1
+
+
+def fake_gpu(monkeypatch, capacity, message):
+    """Runs that print `message` and fail when the micro-batch is above `capacity`."""
+    ran = []
+
+    def run(training, processes, folder, show):
+        dispatcher = training[training.index("--moe-token-dispatcher-type") + 1]
+        batch = compare.value_of(training, "--micro-batch-size", 0)
+        assert "--global-batch-size" not in training
+        folder.mkdir(parents=True)
+        ran.append((dispatcher, batch))
+        if batch > capacity[dispatcher]:
+            raise compare.Failed(message, folder / "train.log")
+        (folder / "rank0.json").write_text('{"versions": {"torch": "1", "device": "GPU"}}')
+
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compare, "run", run)
+    return ran
+
+
+def test_find_max_batch_tries_and_resumes(monkeypatch, tmp_path, capsys):
+    ran = fake_gpu(monkeypatch, {"alltoall": 3, "moeblaze": 6}, "torch.OutOfMemoryError: CUDA")
+    command = ["--find-max-batch", "--out", str(tmp_path), "--"]
+    command += ["--micro-batch-size", "2", "--global-batch-size", "16"]
+    compare.main(command)
+    found = json.loads((tmp_path / "max_batch.json").read_text())
+    assert found["largest_micro_batch"] == {"alltoall": 3, "moeblaze": 6}
+    assert ("alltoall", 4) in ran and "alltoall   micro-batch     4: out" in capsys.readouterr().out
+    assert found["versions"] == {"torch": "1", "device": "GPU"}
+    ran.clear()
+    compare.main(command)
+    assert ran == []
+
+
+def test_find_max_batch_stops_at_other_failures(monkeypatch, tmp_path):
+    fake_gpu(monkeypatch, {"alltoall": 3, "moeblaze": 6}, "ValueError: something else")
+    with pytest.raises(SystemExit, match="something else"):
+        compare.main(["--find-max-batch", "--out", str(tmp_path), "--", "--lr", "1"])
+
+
+def test_find_max_batch_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        compare.main(["--find-max-batch"])
+
+
+@needs_megatron_on_cpu
+def test_runs_are_compared_and_resumed(plain_env, tmp_path):
+    """With two expert-parallel ranks, so that rows are sent."""
+    command = [sys.executable, "-m", "moeblaze_megatron.compare", "--out", tmp_path]
+    command += ["--processes", 2, "--", *TINY, "--expert-model-parallel-size", 2]
+    env = plain_env | {"CUDA_VISIBLE_DEVICES": ""}
+    code, output = run(*command, "--train-iters", 10, env=env)
+    assert code == 0, output[-6000:]
+    assert "within the noise" in output and "moeblaze / alltoall" in output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["names"] == ["alltoall", "moeblaze", "alltoall, seed 1235"]
+    stock, ours, noise = (report["runs"][name] for name in report["names"])
+    assert ours["iterations"] == list(range(1, 11)) and ours["losses"][-1] < ours["losses"][0]
+    gaps = report["differences"]
+    assert gaps["dispatchers"]["mean"] < 1e-3 < gaps["seeds"]["mean"]
+    assert noise["held_bytes_per_token"] == pytest.approx(stock["held_bytes_per_token"], rel=0.1)
+    assert ours["held_bytes_per_token"] < stock["held_bytes_per_token"]
+    assert report["versions"]["megatron-core"] == version("megatron-core") and report["cpu"]
+    assert ours["layer"]["experts"] == "MoEBlazeExperts"
+    T, K = 128, 2
+    assert T < ours["rows_per_dispatch"] < stock["rows_per_dispatch"] == T * K
+    assert ours["tokens_per_s"] == pytest.approx(8 * 64 / ours["ms_per_iteration"] * 1e3)
+    assert set(stock["phase_ms"]) == set(compare.PHASES) and min(stock["phase_ms"].values()) > 0
+    assert (tmp_path / "report.png").read_bytes()[1:4] == b"PNG"
+
+    # As if the second run had been interrupted.
+    (tmp_path / "moeblaze-seed1234" / "finished.json").unlink()
+    (tmp_path / "moeblaze-seed1234" / "rank1.json").unlink()
+    code, output = run(*command, "--train-iters", 10, env=env)
+    assert code == 0, output[-6000:]
+    assert output.count("finished before") == 2 and "moeblaze: training" in output
+    again = json.loads((tmp_path / "report.json").read_text())
+    assert again["runs"]["moeblaze"]["losses"] == ours["losses"]
+
+    code, output = run(*command, "--train-iters", 11, env=env)
+    assert code == 1 and "holds a run with other flags; name another folder" in output
+
+
+@needs_megatron_on_cpu
+def test_failed_training_is_shown(plain_env, tmp_path):
+    command = [sys.executable, "-m", "moeblaze_megatron.compare", "--out", tmp_path, "--", "--zzz"]
+    code, output = run(*command, env=plain_env | {"CUDA_VISIBLE_DEVICES": ""})
+    assert code == 1
+    assert "unrecognized arguments: --zzz" in output and "whole log: " in output

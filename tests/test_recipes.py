@@ -1,0 +1,149 @@
+"""examples/recipes: memory estimates, flags that Megatron and moeblaze accept, a small run."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from mcore_worker import in_megatron
+from pretraining import example, needs_megatron_on_cpu
+
+from moeblaze_megatron import estimate
+
+RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
+# Parameters in billions, as their authors publish them.
+SIZES = {
+    "moe_1b": "1.09",
+    "mixtral_8x7b": "46.70",
+    "qwen3_30b_a3b": "30.53",
+    "deepseek_v3_like": "671.03",
+}
+
+
+def run(name, *arguments, **env):
+    """Run a recipe where `torchrun` and `scontrol` print what they are asked for."""
+    result = subprocess.run(
+        [RECIPES / f"{name}.sh", *arguments],
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return result.returncode, result.stdout
+
+
+@pytest.fixture
+def path(tmp_path):
+    for tool, script in (("torchrun", 'printf "%s\\n" "$@"'), ("scontrol", "echo node7; echo b")):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / tool).chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_every_recipe_is_here():
+    found = {file.stem for file in RECIPES.glob("*.sh")} - {"launch"}
+    assert found == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_dry_run_estimates_memory(name, path, plain_env):
+    """Under the python of PATH, which is that of the tests here."""
+    python = f"{Path(os.sys.executable).parent}{os.pathsep}{path}"
+    code, output = run(name, "--dry-run", "--micro-batch-size", "1", PATH=python)
+    assert code == 0, output
+    assert output.splitlines()[-9].startswith(f"{SIZES[name]} B parameters on "), output
+    ours, stock = map(float, output.splitlines()[-1].split()[1:])
+    assert 5 < ours < stock < 141
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_flags_are_accepted(name, path):
+    code, output = run(name, PATH=path, NODE_RANK="0", MASTER_ADDR="node0")
+    assert code == 0, output
+    words = output.splitlines()
+    script = words.index("moeblaze_megatron")
+    processes = int(words[words.index("--nproc-per-node") + 1])
+    if "--nnodes" in words:
+        processes *= int(words[words.index("--nnodes") + 1])
+    accept(words=words[script + 1 :], processes=processes)
+
+
+@in_megatron
+def accept(words, processes):
+    from megatron.training.arguments import (
+        core_transformer_config_from_args,
+        parse_args,
+        validate_args,
+    )
+
+    from moeblaze_megatron.mcore import unsupported_reasons
+    from moeblaze_megatron.mcore.config import unsupported_arguments
+
+    # Its own check wants Transformer Engine's fusions and a GPU.
+    off = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion"
+    off += " --no-persist-layer-norm --no-masked-softmax-fusion"
+    words = [word for word in words if word != "--moe-grouped-gemm"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pretrain", *words, *off.split()])
+        patch.setenv("WORLD_SIZE", str(processes))
+        args = parse_args()
+    validate_args(args)
+    assert args.moe_token_dispatcher_type == "moeblaze"
+    assert unsupported_arguments(args) == []
+    assert unsupported_reasons(core_transformer_config_from_args(args)) == []
+
+
+def test_launch_on_one_node_by_hand_and_in_slurm(path):
+    code, output = run("moe_1b", "--lr", "1", PATH=path, DATA="x", SCRIPT="pre.py", GPUS="4")
+    words = output.splitlines()
+    assert code == 0 and words[:3] == ["--nproc-per-node", "4", "--standalone"]
+    assert words[3:6] == ["-m", "moeblaze_megatron", "pre.py"]
+    assert words[-6:] == ["--data-path", "x", "--split", "98,2,0", "--lr", "1"]
+
+    code, output = run("moe_1b", PATH=path, NODES="2")
+    assert code != 0 and "NODE_RANK: the number of this node" in output
+    code, output = run("moe_1b", PATH=path, NODES="2", NODE_RANK="1", MASTER_ADDR="a")
+    assert "--node-rank\n1\n--master-addr\na\n" in output
+
+    slurm = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+    code, output = run("moe_1b", PATH=path, DISPATCHER="alltoall", **slurm)
+    assert "--rdzv-endpoint\nnode7:29500\n" in output and "--nnodes\n2\n" in output
+    assert "--moe-token-dispatcher-type\nalltoall\n" in output
+
+
+@needs_megatron_on_cpu
+def test_smallest_recipe_trains(plain_env):
+    small = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --moe-ffn-hidden-size 32"
+    small += " --seq-length 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 3"
+    small += " --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --num-workers 0"
+    output = example("recipes/moe_1b.sh", *small.split(), env=plain_env)
+    assert output.count(" lm loss: ") == 3
+    assert "MoEBlazeTokenDispatcher and MoEBlazeExperts" in output
+
+
+@pytest.mark.parametrize("dispatcher", estimate.DISPATCHERS)
+@in_megatron
+def test_what_experts_keep_is_what_autograd_keeps(dispatcher):
+    """Beside the layer's input; what the router keeps is the rest, at most 5 percent."""
+    from moeblaze_megatron import quickstart
+
+    sizes = quickstart.CPU_SIZES | {"hidden_size": 256, "moe_ffn_hidden_size": 192}
+    H, F, K = 256, 192, sizes["moe_router_topk"]
+    measured, _ = quickstart.saved_bytes_per_token(sizes, dispatcher)
+    kept = estimate.kept_by_experts(K, H, F, 2, 4, 0, False)[dispatcher]
+    assert kept + 4 * H <= measured <= 1.05 * (kept + 4 * H)
+
+
+def test_moe_layers_of_a_model():
+    assert estimate.moe_layers("1", 5) == 5
+    assert estimate.moe_layers("2", 5) == 3
+    assert estimate.moe_layers("([0]*3+[1]*58)", 61) == 58
+    with pytest.raises(SystemExit, match="has 61 layers, not 60"):
+        estimate.moe_layers("([0]*3+[1]*58)", 60)
+
+
+def test_layouts_that_do_not_fit_are_refused():
+    command = "--processes 6 --num-layers 1 --hidden-size 8 --num-attention-heads 1 --num-experts 4"
+    command += " --moe-ffn-hidden-size 8 --seq-length 8 --micro-batch-size 1 --global-batch-size 1"
+    with pytest.raises(SystemExit, match="6 processes are no multiple"):
+        estimate.main([*command.split(), "--expert-model-parallel-size", "4"])
