@@ -8,7 +8,7 @@ in a collective for each other.
 
 On the CPU the ranks talk over gloo; with --cuda over NCCL, each on a GPU of its own. Where there
 are fewer GPUs they share them, over gloo, which does not do the collectives of TP and expert TP.
-Without names --cuda runs all checks that it can for this number of ranks, but for those in CPU_ONLY.
+Without names it runs all for this number of ranks that it can, but for those in CPU_ONLY.
 
 S sequence length, B batch, T = S*B tokens of one rank, E experts of one rank, EP expert-parallel
 ranks, ETP ranks of expert TP, D ranks that a token goes to.
@@ -808,7 +808,7 @@ def plain_checkpoint_interchanges(layout: Layout) -> None:
         raise AssertionError("no RuntimeError")
 
 
-# Why a check does not run with --cuda.
+# Why a check runs only where it is named, on the CPU.
 CPU_ONLY = {
     "memory_stays_flat": "asks the allocator of the host",
     "disagreement_is_told": "is about numbers on the host",
@@ -823,7 +823,7 @@ CPU_ONLY = {
 
 
 def on_cuda(world: int, shared: bool = False) -> list[str]:
-    """The checks for --cuda, with `shared` GPUs those without TP: of the plain layer first."""
+    """The checks for NCCL or, `shared`, those that gloo can do: of the plain layer first."""
     variants = {why for _, why in VARIANTS.values()}
     found = [
         check
