@@ -1,9 +1,14 @@
 """One rank of the tests of expert parallelism: runs checks in turn, among 2, 4 or 8 processes.
 
-    torchrun --nproc-per-node 4 tests/ep_worker.py RESULTS CHECK ...
+    torchrun --nproc-per-node 4 tests/ep_worker.py [--cuda] RESULTS CHECK ...
 
-Rank 0 appends a line to the file RESULTS before and after each check. A check that fails on any
-rank ends the job, since its peers wait in a collective for it.
+Rank 0 prints a line before and after each check, and appends it to the file RESULTS. After a failed
+assertion the job goes on if all ranks get to the end of the check; else it ends, for then they wait
+in a collective for each other.
+
+On the CPU the ranks talk over gloo; with --cuda over NCCL, each on a GPU of its own. Where there
+are fewer GPUs they share them, over gloo, which does not do the collectives of TP and expert TP.
+Without names it runs all for this number of ranks that it can, but for those in CPU_ONLY.
 
 S sequence length, B batch, T = S*B tokens of one rank, E experts of one rank, EP expert-parallel
 ranks, ETP ranks of expert TP, D ranks that a token goes to.
@@ -20,6 +25,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -57,7 +63,7 @@ class Layout:
 
         state = vars(parallel_state)
         if self not in GROUPS:
-            if len(GROUPS) == 3:
+            if len(GROUPS) == 3 and dist.get_backend() == "gloo":
                 gc.collect()  # layers of an earlier check hold groups
                 groups = GROUPS.pop(next(iter(GROUPS)))[ALL]
                 # Megatron has destroyed some, and None stands for the default group.
@@ -69,6 +75,7 @@ class Layout:
                 expert_model_parallel_size=self.ep,
                 expert_tensor_parallel_size=self.etp,
                 context_parallel_size=self.cp,
+                distributed_timeout_minutes=1,
             )
             GROUPS[self] = {name: state[name] for name in state if name.isupper() or name == ALL}
         state.update(GROUPS[self])
@@ -138,7 +145,7 @@ def batch(seed: int = 0, tokens: int = S, dtype: torch.dtype = torch.float32) ->
     import mcore_worker as m
 
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return list(torch.randn(2, tokens, B, m.H, generator=generator).to(dtype).unbind())
+    return list(torch.randn(2, tokens, B, m.H, generator=generator).to(dtype).cuda().unbind())
 
 
 class Layer:
@@ -152,7 +159,7 @@ class Layer:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.moe = m.layer(dispatcher, **{**layout.fields(), **fields})
+        self.moe = m.layer(dispatcher, **{**layout.fields(), **fields}).cuda()
         config = self.moe.config
         self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), self.moe)
         settings = OptimizerConfig(optimizer="adam", lr=1e-2, params_dtype=config.params_dtype)
@@ -270,6 +277,8 @@ VARIANTS = {
 
 @check(Layout(2, ep=2), "the plain case")
 @check(Layout(2, ep=1, etp=2), "expert TP alone: gathered and summed, no split sizes exchanged")
+@check(Layout(2, ep=2, tp=2), "sequence-parallel tokens, whole experts", slow=True)
+@check(Layout(2, ep=1, etp=2, tp=2), "TP alone, Megatron's default", slow=True)
 @check(Layout(4, ep=4), "ranks without any of a token's experts")
 @check(Layout(4, ep=2, etp=2), "uneven rows gathered over expert TP")
 @check(Layout(4, ep=2, tp=2), "sequence-parallel tokens, whole experts: ETP differs from TP")
@@ -308,6 +317,8 @@ for _name, (_fields, _why) in VARIANTS.items():
     check(Layout(4, ep=2, etp=2), _why, name=_name, slow=True, **_fields)(layer_agrees)
 
 
+@check(Layout(2, ep=2), "the plain case", slow=True)
+@check(Layout(2, ep=1, etp=2, tp=2), "TP with sequence parallelism", slow=True)
 @check(Layout(4, ep=2, tp=2), "TP with sequence parallelism, which no whole model runs here")
 @check(Layout(4, ep=2, cp=2), "CP, likewise", **AUX)
 @check(Layout(4, ep=2, etp=2), "expert TP")
@@ -344,6 +355,12 @@ def assert_norm_counts_parameters(layer: Layer, layout: Layout) -> None:
 
 
 @check(Layout(2, ep=2), "router in fp32 beside bf16 tokens")
+@check(Layout(2, ep=1, etp=2), "expert TP sums in bf16", slow=True)
+@check(Layout(2, ep=2, tp=2), "sequence-parallel tokens", slow=True)
+@check(Layout(4, ep=4), "more ranks", slow=True)
+@check(Layout(4, ep=2, etp=2, tp=2), "all three", slow=True)
+@check(Layout(8, ep=8), "one expert a rank", slow=True)
+@check(Layout(8, ep=4, etp=2, tp=2), "all three", slow=True)
 def bf16_loses_no_more(layout: Layout) -> None:
     """Against fp64, no further off than twice alltoall, and half an ulp."""
     fields = {"params_dtype": torch.bfloat16, "bf16": True, "moe_router_dtype": "fp32"}
@@ -484,12 +501,14 @@ def rank_that_sends_nothing(layout: Layout) -> None:
     """Rank 0 has no tokens, the others have; and then no rank has."""
     import mcore_worker as m
 
-    moe = m.layer(**layout.fields())
+    moe = m.layer(**layout.fields()).cuda()
     for tokens in (S * (dist.get_rank() > 0), 0):
-        hidden_states = torch.randn(tokens, B, m.H, requires_grad=True)
-        probs, routing_map = torch.rand(tokens * B, m.E).topk(2)
-        routing_map = torch.zeros(tokens * B, m.E, dtype=torch.bool).scatter_(1, routing_map, True)
-        probs = (torch.rand(tokens * B, m.E) * routing_map).requires_grad_()
+        hidden_states = torch.randn(tokens, B, m.H).cuda().requires_grad_()
+        chosen = torch.rand(tokens * B, m.E).cuda().topk(2).indices
+        routing_map = (
+            torch.zeros(tokens * B, m.E, dtype=torch.bool).cuda().scatter_(1, chosen, True)
+        )
+        probs = (torch.rand(tokens * B, m.E).cuda() * routing_map).requires_grad_()
         x, probs_in = moe.preprocess(hidden_states, probs, routing_map)
         output, _ = moe.routed_experts_compute(*moe.dispatch(x, probs_in))
         output = moe.postprocess(moe.combine(output), None)
@@ -524,7 +543,8 @@ def rows_follow_the_model(layout: Layout) -> None:
         K
     )
     routing_map = torch.zeros(T, experts, dtype=torch.bool).scatter_(1, chosen.indices, True)
-    x, probs = torch.ones(T, 4), routing_map / K
+    routing_map = routing_map.cuda()
+    x, probs = torch.ones(T, 4).cuda(), routing_map / K
     pending = start_dispatch(x, probs, routing_map, K, expert_groups(), counters=(counter,))
     rows, topk_probs, _, route = dispatch(x, probs, pending)
     output = combine(rows * topk_probs.sum(1, keepdim=True), route)
@@ -788,32 +808,96 @@ def plain_checkpoint_interchanges(layout: Layout) -> None:
         raise AssertionError("no RuntimeError")
 
 
+# Why a check runs only where it is named, on the CPU.
+CPU_ONLY = {
+    "memory_stays_flat": "asks the allocator of the host",
+    "disagreement_is_told": "is about numbers on the host",
+    "rows_that_do_not_arrive_are_told": "a message that is too short would be waited for",
+    "more_experts_than_topk_are_refused": "looked at on the CPU only, or on demand",
+    "gradient_accumulation_fusion": "bit-equal where gradients are added after their GEMM",
+    "same_shards": "exchanges nothing",
+    "checkpoint_interchanges": "a model of Megatron's training, on the CPU",
+    "optimizer_state_is_refused_where_megatron_refuses": "the same",
+    "plain_checkpoint_interchanges": "the same",
+}
+
+
+def on_cuda(world: int, shared: bool = False) -> list[str]:
+    """The checks for NCCL or, `shared`, those that gloo can do: of the plain layer first."""
+    variants = {why for _, why in VARIANTS.values()}
+    found = [
+        check
+        for check in CHECKS.values()
+        if check.world == world and check.name.split("[")[0] not in CPU_ONLY
+    ]
+    if shared:
+        layouts = {check.name: check.run.args[0] for check in found}
+        found = [check for check in found if layouts[check.name].tp * layouts[check.name].etp == 1]
+    return [check.name for check in sorted(found, key=lambda check: check.why in variants)]
+
+
+def start(cuda: bool) -> dist.ProcessGroup:
+    """Process groups: the default one, and one of gloo's to tell outcomes."""
+    backend, patience = "gloo", 60
+    if cuda:
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            sys.exit("--cuda: torch sees no GPU")
+        if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
+            backend, patience = "nccl", 20
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+
+
+def failure(check: Check, group: dist.ProcessGroup) -> str:
+    """Runs it; the assertions that failed on any rank, or nothing."""
+    wrong = ""
+    try:
+        check.run()
+    except AssertionError:
+        wrong = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        print(wrong, file=sys.stderr, flush=True)
+    torch.cuda.synchronize()
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, wrong, group=group)
+    return "\n".join(filter(None, found))
+
+
 def main() -> None:
     from moeblaze_megatron.mcore import install
     from moeblaze_megatron.mcore.cpu_mode import install_cpu_mode
 
-    install_cpu_mode()
+    cuda = sys.argv[1] == "--cuda"
+    results, *names = sys.argv[1 + cuda :]
+    group = start(cuda)
+    if not cuda:
+        install_cpu_mode()
     install()
     from megatron.core.transformer.moe import moe_logging
 
     logging.disable(logging.INFO)  # Megatron prints every config and bucket
-    results, *names = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 
     def record(**line: Any) -> None:
         if dist.get_rank() == 0:
+            print(json.dumps(line), flush=True)
             with open(results, "a") as file:
                 print(json.dumps(line), file=file)
 
-    for name in names:
-        start = time.perf_counter()
+    shared = dist.get_backend() == "gloo"
+    for name in names or on_cuda(dist.get_world_size(), shared):
+        begin = time.perf_counter()
         record(started=name)
         layout = CHECKS[name].run.args[0]
         layout.initialize()
         moe_logging.destroy_moe_metrics_tracker()  # it is made for one number of layers
-        CHECKS[name].run()
-        dist.barrier()
-        record(passed=name, seconds=round(time.perf_counter() - start, 2))
+        wrong = failure(CHECKS[name], group)
+        seconds = round(time.perf_counter() - begin, 2)
+        if wrong:
+            record(failed=name, seconds=seconds, why=wrong)
+        else:
+            record(passed=name, seconds=seconds)
     dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from pretraining import needs_megatron_on_cpu
 
 from moeblaze_megatron.bench import __main__ as bench
 from moeblaze_megatron.bench import measure, paper, peers
@@ -211,10 +212,31 @@ def test_command_line_names_what_is_wrong(plain_env):
         (["layer", "--steps", "3"], "--steps is at least 10"),
         (["layer", "--peers", "magic"], "--peers: 'magic' is none of dense, moeblaze"),
         (["scaling", "64,32,16,4,2"], "E is at least 4*K"),
+        (["expert_parallel"], "expert_parallel runs on several ranks: torchrun"),
     ):
         command = [sys.executable, "-m", "moeblaze_megatron.bench", *words]
         done = subprocess.run(command, env=plain_env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2 and message in done.stderr
+
+
+@needs_megatron_on_cpu
+def test_expert_parallel_table(plain_env, tmp_path):
+    """Top 4 of 8 experts on 2 ranks: half of 4*64 rows by expert leave, and at most 64 by rank."""
+    report = tmp_path / "report.json"
+    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+               *("--nproc-per-node", "2", "-m", "moeblaze_megatron.bench", "expert_parallel"),
+               *("64,32,16,8,4", "--steps", "10", "--json", str(report))]  # fmt: skip
+    env = plain_env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("alltoall / moeblaze: forward") == 1
+    rows = json.loads(report.read_text())["64,32,16,8,4"]
+    ours, theirs = rows["moeblaze"], rows["alltoall"]
+    assert 100 < theirs["rows"] < 160 and 56 < ours["rows"] <= 64
+    assert 1e-4 < ours["error"] < 2e-2
+    # Rows of bf16 there and back, forward and backward; what comes back differs a little.
+    for row in (ours, theirs):
+        assert 0.8 < row["bytes"] / (4 * 64 * row["rows"]) < 1.5
 
 
 @pytest.mark.gpu

@@ -20,10 +20,10 @@ pytestmark = needs_megatron_on_cpu
 TESTS = Path(__file__).parent
 
 
-def torchrun(processes, script, *arguments, env, timeout):
-    """Run a script under torchrun on the CPU; returns (exit code, output)."""
+def torchrun(processes, script, *arguments, env, timeout, cpu=True):
+    """Run a script under torchrun; returns (exit code, output). `cpu` hides the GPU from it."""
     path = [str(TESTS.parent), str(TESTS), *(entry for entry in sys.path if entry)]
-    env = env | {"PYTHONPATH": ":".join(path), "CUDA_VISIBLE_DEVICES": ""}
+    env = env | {"PYTHONPATH": ":".join(path)} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     result = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -38,10 +38,10 @@ def torchrun(processes, script, *arguments, env, timeout):
     return result.returncode, result.stdout
 
 
-def run_checks(names, processes, results, env):
-    """{name: None, or the job's output where the check failed}.
+def run_checks(names, processes, results, env, cpu):
+    """{name: None, or why the check failed}.
 
-    A failed check ends its job; the next job goes on after it.
+    A check that ends its job is given the job's output; the next job goes on after it.
     """
     outcomes = {}
     while names:
@@ -49,28 +49,30 @@ def run_checks(names, processes, results, env):
         code, output = torchrun(
             processes,
             TESTS / "ep_worker.py",
+            *([] if cpu else ["--cuda"]),
             results,
             *names,
             env=env,
             timeout=60 + 30 * len(names),
+            cpu=cpu,
         )
         lines = [json.loads(line) for line in results.read_text().splitlines()]
-        passed = [line["passed"] for line in lines if "passed" in line]
-        outcomes |= dict.fromkeys(passed)
-        names = names[len(passed) :]
+        outcomes |= {line["passed"]: None for line in lines if "passed" in line}
+        outcomes |= {line["failed"]: line["why"] for line in lines if "failed" in line}
+        names = [name for name in names if name not in outcomes]
         if names:
             outcomes[names[0]] = f"exit code {code}\n{output[-6000:]}"
             names = names[1:]
     return outcomes
 
 
-@pytest.fixture(scope="session")
-def outcomes(request, plain_env, tmp_path_factory):
-    """Runs what this session selected with so many processes, at the first of them."""
+def in_one_job(test, session, tmp_path_factory, env, cpu=True):
+    """{name: failure} as a function, which runs all that `session` selected of `test` with so many
+    processes at the first of them."""
     selected = [
         item.callspec.params["name"]
-        for item in request.session.items
-        if getattr(item, "function", None) is test_on_all_ranks
+        for item in session.items
+        if getattr(item, "function", None) is test
     ]
     found = {}
 
@@ -79,10 +81,15 @@ def outcomes(request, plain_env, tmp_path_factory):
         if name not in found:
             names = [other for other in selected if CHECKS[other].world == world]
             results = tmp_path_factory.mktemp("checks") / "results.jsonl"
-            found.update(run_checks(names, world, results, plain_env))
+            found.update(run_checks(names, world, results, env, cpu))
         return found[name]
 
     return outcome
+
+
+@pytest.fixture(scope="session")
+def outcomes(request, plain_env, tmp_path_factory):
+    return in_one_job(test_on_all_ranks, request.session, tmp_path_factory, plain_env)
 
 
 @pytest.mark.parametrize(

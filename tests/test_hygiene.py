@@ -11,11 +11,13 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moeblaze_megatron"
-# The launcher and what it starts; all else that imports megatron lives in mcore/.
+# The launcher, what it starts, and the benchmark of expert parallelism; all else that imports
+# megatron lives in mcore/.
 ENTRY_POINTS = {
     "__main__.py",
     "compare.py",
     "doctor.py",
+    "expert_parallel.py",
     "pretrain_gpt.py",
     "quickstart.py",
     "record.py",

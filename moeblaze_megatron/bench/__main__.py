@@ -6,6 +6,7 @@ all; every system's output and gradients are first compared with an fp32 referen
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from moeblaze_megatron.bench import paper, plots
+from moeblaze_megatron.bench import expert_parallel, paper, plots
 from moeblaze_megatron.bench.kernels import kernel_calls
 from moeblaze_megatron.bench.measure import (
     MIB,
@@ -46,8 +47,12 @@ FOREIGN = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)
 CPU_FLOPS = 5e9  # of a forward pass: seconds on a CPU
 
 
+RANK = int(os.environ.get("RANK", 0))  # of torchrun; the first does the talking
+
+
 def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if RANK == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def input_sets(shape: Shape, arguments) -> list[Inputs]:
@@ -296,6 +301,15 @@ def run_paper(arguments, report: dict) -> None:
             print(f"wrote {path}")
 
 
+def run_expert_parallel(arguments, report: dict) -> None:
+    for title, shape in arguments.shapes:
+        rows = report[title] = expert_parallel.bench(title, shape, arguments, progress)
+        if RANK == 0:
+            expert_parallel.print_rows(title, shape, rows, cell)
+        release()
+    torch.distributed.destroy_process_group()
+
+
 COMMANDS = {
     "layer": (run_layer, "forward and forward + backward, memory and error (the default)"),
     "memory": (run_memory, "bytes held for backward and peak, against their closed form"),
@@ -303,7 +317,12 @@ COMMANDS = {
     "kernels": (run_kernels, "every kernel of this package alone, in TFLOP/s or TB/s"),
     "host": (run_host, "what launching a layer costs the host, beside the peers"),
     "paper": (run_paper, "the MoEBlaze paper's seven configurations, its figures beside ours"),
+    "expert_parallel": (
+        run_expert_parallel,
+        "dispatch, experts and combine over the ranks of torchrun, beside Megatron's alltoall",
+    ),
 }
+ALONE = ("kernels", "expert_parallel")  # commands without other packages
 DEFAULT_SHAPES = {
     "paper": paper.CONFIGURATIONS,
     "scaling": ("8192,2048,1024,32,4",),
@@ -331,8 +350,11 @@ def parser() -> argparse.ArgumentParser:
             about_shapes = "T,H,F,E,K or a name (default: %(default)s)" + names
             add("shapes", nargs="*" if name != "scaling" else "?", default=default,
                 help=about_shapes)  # fmt: skip
-            add("--activation", choices=ACTIVATIONS, default="swiglu")
-        if name not in ("paper", "kernels"):  # kernels are this package's alone
+            if name == "expert_parallel":
+                command.set_defaults(activation="swiglu")
+            else:
+                add("--activation", choices=ACTIVATIONS, default="swiglu")
+        if name not in ("paper", *ALONE):
             usual = "moeblaze grouped_mm" if name == "scaling" else "all that are installed"
             add("--peers", nargs="+", metavar="PEER",
                 help=f"systems to run (default: {usual}); of {', '.join(PEERS)}; installed here: "
@@ -374,7 +396,9 @@ def settle(arguments) -> None:
         if shape.K * 4 > shape.E:
             raise ValueError(f"shape {text!r}: scaling makes K four times as large, so that "
                              "E is at least 4*K")  # fmt: skip
-    if arguments.command != "kernels":
+    if arguments.command == "expert_parallel":
+        expert_parallel.check_ranks(arguments.shapes)
+    if arguments.command not in ALONE:
         arguments.peers = chosen(arguments.peers or usual_peers(arguments.command))
     for text, shape in arguments.shapes if DEVICE == "cpu" else ():
         if shape.forward_flops > CPU_FLOPS:
@@ -393,6 +417,7 @@ def main() -> None:
         settle(arguments)
     except ValueError as error:
         p.error(str(error))
+    ranks = expert_parallel.start() if arguments.command == "expert_parallel" else ""
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU (memory is not measured)"
     activation = "silu and swiglu" if arguments.command == "paper" else arguments.activation
     header = (
@@ -400,12 +425,15 @@ def main() -> None:
         f"{arguments.dtype}, {activation}, {arguments.routing} routing, median of "
         f"{arguments.steps} steps"
     )
-    print(header, flush=True)
+    if arguments.command == "expert_parallel":
+        header += f", {ranks}; {expert_parallel.STOCK}: {expert_parallel.ABOUT}"
+    if RANK == 0:
+        print(header, flush=True)
     report = {"header": header}
     try:
         COMMANDS[arguments.command][0](arguments, report)
     finally:  # what was measured before an error or an interrupt is kept
-        if arguments.json:
+        if arguments.json and RANK == 0:
             arguments.json.write_text(json.dumps(report, indent=1))
 
 

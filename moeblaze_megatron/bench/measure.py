@@ -40,19 +40,23 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def start(call: Callable[[], object]) -> Callable[[], float]:
+def start(call: Callable[[], object], ready: Callable[[], object]) -> Callable[[], float]:
     """Runs the call; returns how to read, after `synchronize`, the milliseconds that it took.
+
+    `ready` runs before, and is not timed.
 
     The GPU spins first, so that the host is ahead of it when the call's first kernel begins: a
     peer that waits for the GPU in its midst would otherwise slow down whoever comes after it.
     """
     if DEVICE == "cpu":
+        ready()
         begin = time.perf_counter()
         call()
         ms = 1e3 * (time.perf_counter() - begin)
         return lambda: ms
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(SPIN)
+    ready()
     begin.record()
     call()
     end.record()
@@ -64,8 +68,16 @@ def percentiles(ms: list[float]) -> dict[str, float]:
     return {"p20": cuts[1], "p50": statistics.median(ms), "p80": cuts[7]}
 
 
-def time_calls(calls: dict, steps: int) -> dict:
+def time_calls(
+    calls: dict,
+    steps: int,
+    ready: Callable[[], object] = lambda: None,
+    agree: Callable[[list[float]], list[float]] = list,
+) -> dict:
     """{name: percentiles in milliseconds} of the calls in {name: call}.
+
+    With several ranks `ready` lets them begin each call together, and `agree` makes one time of
+    each call's times on all ranks.
 
     One call of each to warm up; then in every step all of them, in another order each time, so
     that clock, power and cache are the same for all.
@@ -75,15 +87,15 @@ def time_calls(calls: dict, steps: int) -> dict:
     taken = {name: [] for name in calls}
     for step in range(steps):
         for name in random.Random(step).sample(list(calls), len(calls)):
-            taken[name].append(start(calls[name]))
+            taken[name].append(start(calls[name], ready))
     synchronize()
-    return {name: percentiles([read() for read in reads]) for name, reads in taken.items()}
+    return {name: percentiles(agree([read() for read in reads])) for name, reads in taken.items()}
 
 
-def time_layers(layers: dict, steps: int) -> dict[str, dict]:
+def time_layers(layers: dict, steps: int, **ranks: Callable) -> dict[str, dict]:
     """{name: {mode of `MODES`: percentiles}} of the layers in {name: (layer, input sets)}.
 
-    Each rotates its input sets.
+    Each rotates its input sets; `ranks` are `ready` and `agree` of `time_calls`.
     """
     times = {name: {} for name in layers}
     for mode, run in MODES.items():
@@ -95,7 +107,7 @@ def time_layers(layers: dict, steps: int) -> dict[str, dict]:
             name: lambda layer=layer, turn=turns[name], run=run: run(layer, next(turn))
             for name, (layer, _) in layers.items()
         }
-        for name, ms in time_calls(calls, steps).items():
+        for name, ms in time_calls(calls, steps, **ranks).items():
             times[name][mode] = ms
     return times
 

@@ -17,6 +17,8 @@ from moeblaze_megatron.bench.shapes import DEVICE, Inputs, Shape
 from moeblaze_megatron.ops.experts import kernels_for
 from moeblaze_megatron.ops.reference import FUNCTIONS, activate
 
+# private before torch 2.10
+grouped_gemm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 Layer = Callable[[Inputs], torch.Tensor]  # autograd gives its backward
 
 
@@ -112,12 +114,9 @@ def _permuting(shape: Shape, linears: Callable) -> Layer:
 
 
 def grouped_mm(shape: Shape) -> Layer:
-    # private before torch 2.10
-    gemm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-
     def linears(inputs, lists):
         offs = lists.expert_token_offsets[1:]
-        return [lambda rows, w=w: gemm(rows, w.mT, offs=offs) for w in inputs.weights]
+        return [lambda rows, w=w: grouped_gemm(rows, w.mT, offs=offs) for w in inputs.weights]
 
     return _permuting(shape, linears)
 

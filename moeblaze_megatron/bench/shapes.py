@@ -91,6 +91,21 @@ class Inputs:
         return torch.bincount(self.topk_indices.flatten(), minlength=num_experts)
 
 
+def choices(shape: Shape, routing: str, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax top-k routing: probabilities [T, K] fp32 and experts [T, K] int64."""
+    logits = torch.randn(shape.T, shape.E, generator=g, device=DEVICE)
+    rank = torch.arange(1, shape.E + 1, device=DEVICE)
+    if routing == "uneven":
+        logits += 0.2 * torch.randn(shape.E, generator=g, device=DEVICE)
+    elif routing == "zipf":  # the largest of log p + Gumbel noise is expert e with probability p_e
+        logits = -logits.exponential_(generator=g).log() - rank.log()
+    elif routing == "half-empty":
+        logits[:, max(shape.K, shape.E // 2) :] = float("-inf")
+    elif routing == "one-expert":
+        logits[:, 0] += 100
+    return logits.softmax(-1).topk(shape.K)
+
+
 def inputs_for(shape: Shape, dtype: torch.dtype, routing: str = "uneven", seed: int = 0) -> Inputs:
     """Fresh random operands on the GPU, or the CPU where there is none; softmax top-k routing.
 
@@ -105,17 +120,7 @@ def inputs_for(shape: Shape, dtype: torch.dtype, routing: str = "uneven", seed: 
         made = torch.randn(size, generator=g, device=DEVICE, dtype=dtype) * scale
         return made.requires_grad_()
 
-    logits = torch.randn(shape.T, shape.E, generator=g, device=DEVICE)
-    rank = torch.arange(1, shape.E + 1, device=DEVICE)
-    if routing == "uneven":
-        logits += 0.2 * torch.randn(shape.E, generator=g, device=DEVICE)
-    elif routing == "zipf":  # the largest of log p + Gumbel noise is expert e with probability p_e
-        logits = -logits.exponential_(generator=g).log() - rank.log()
-    elif routing == "half-empty":
-        logits[:, max(shape.K, shape.E // 2) :] = float("-inf")
-    elif routing == "one-expert":
-        logits[:, 0] += 100
-    probs, ids = logits.softmax(-1).topk(shape.K)
+    probs, ids = choices(shape, routing, g)
     return Inputs(
         x=draw(shape.T, shape.H),
         weights=(
