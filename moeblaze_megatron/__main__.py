@@ -27,6 +27,7 @@ Runs a Megatron pretraining script, unmodified, after teaching Megatron-Core one
   --moeblaze-recompute-fc1      keep only the input and index lists; run the first GEMM twice
   --activation-func-fp8-input-store
                                 keep the output of the first linear in 8 bits
+  --moeblaze-report-rows        print at the end how many rows expert parallelism sent, and saved
   --moeblaze-check-routing      for debugging: check on the device what only the device can see
 
 SCRIPT.py is the path of a script such as pretrain_gpt.py of a Megatron-LM checkout. Without it the

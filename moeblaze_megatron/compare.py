@@ -90,6 +90,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     given = {word.partition("=")[0] for word in arguments.training}
     if wrong := [f"{flag}: {why}" for flag, why in OWN_FLAGS.items() if flag in given]:
         parser.error("leave out " + "; ".join(wrong))
+    if arguments.processes < 1:
+        parser.error(f"--processes must be 1 or more, got {arguments.processes}")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out} is not a folder")
     if arguments.iters < 2 * TIMED_UNTIL:
         parser.error(f"--iters must be {2 * TIMED_UNTIL} or more, got {arguments.iters}")
     return arguments

@@ -10,6 +10,8 @@ T tokens, K experts per token, E experts, H hidden size, F ffn hidden size of on
 
 import argparse
 import ast
+import difflib
+import re
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +19,13 @@ from moeblaze_megatron.ops.memory import LayerBytes
 
 GIB = 2**30
 DISPATCHERS = ("moeblaze", "alltoall")
+POSITIVE = {  # the other numbers may be 0
+    *("processes", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("moe_ffn_hidden_size", "seq_length", "micro_batch_size", "global_batch_size"),
+    *("moe_router_topk", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+}
+OWN = ("--moeblaze-workspace-mb", "--moeblaze-report-rows", "--moeblaze-check-routing")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     for name in (
         *("swiglu", "bf16", "fp16", "use-distributed-optimizer", "group-query-attention"),
         *("untie-embeddings-and-output-weights", "multi-latent-attention"),
-        "moeblaze-recompute-fc1",
+        *("moeblaze-recompute-fc1", "activation-func-fp8-input-store"),
     ):
         flags.add_argument(f"--{name}", action="store_true")
     return flags
@@ -82,8 +91,35 @@ def moe_layers(freq: str, layers: int) -> int:
     return sum(pattern)
 
 
+def check(flags: argparse.Namespace, others: list[str]) -> None:
+    """Ends with all that no run could have; `others` are words that the estimate does not read."""
+    wrong = [
+        f"--{name.replace('_', '-')} {value} is not positive"
+        for name, value in vars(flags).items()
+        if isinstance(value, int) and not isinstance(value, bool) and value < (name in POSITIVE)
+    ]
+    E, ep = flags.num_experts, flags.expert_model_parallel_size
+    if flags.moe_router_topk > E:
+        wrong.append(f"--moe-router-topk {flags.moe_router_topk} of --num-experts {E}")
+    if ep > 0 and E % ep:
+        wrong.append(f"--expert-model-parallel-size {ep} does not divide --num-experts {E}")
+    if flags.moeblaze_recompute_fc1 and flags.activation_func_fp8_input_store:
+        wrong.append("--moeblaze-recompute-fc1 keeps nothing for --activation-func-fp8-input-store")
+    if re.sub(r"[\[\]()\d+*, ]", "", flags.moe_layer_freq):
+        wrong.append(f"--moe-layer-freq {flags.moe_layer_freq} is neither a number nor a list")
+    known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
+    for word in (other.partition("=")[0] for other in others if other.startswith("--")):
+        near = difflib.get_close_matches(word, known, 1, 0.93)
+        if near and word not in OWN:
+            wrong.append(f"{word} is not known; did you mean {near[0]}?")
+        elif word.startswith("--moeblaze-") and word not in OWN:
+            wrong.append(f"{word} is not known")
+    if wrong:
+        sys.exit("estimate: " + "; ".join(wrong))
+
+
 def kept_by_experts(
-    K: int, H: int, F: int, halves: int, size: int, received: float, recompute_fc1: bool
+    K: int, H: int, F: int, halves: int, size: int, received: float, fc1_size: dict[str, float]
 ) -> dict[str, float]:
     """Bytes per token that the experts keep for backward, beside the layer's input.
 
@@ -91,11 +127,12 @@ def kept_by_experts(
         halves: 2 with a gate, else 1.
         size: bytes of an element.
         received: rows of x per token that came from other ranks and are kept; 0 without.
+        fc1_size: bytes kept of an element of fc1_output, by dispatcher.
     """
-    fc1_output = 0 if recompute_fc1 else halves * size * K * F
     return {
-        "moeblaze": fc1_output + 16 * K + received * size * H,
-        "alltoall": size * K * (H + halves * F + F),  # permuted x, fc1_output, act
+        "moeblaze": halves * fc1_size["moeblaze"] * K * F + 16 * K + received * size * H,
+        # Permuted x, fc1_output, act.
+        "alltoall": K * (size * H + halves * fc1_size["alltoall"] * F + size * F),
     }
 
 
@@ -161,7 +198,10 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     rows = T * K
     # With expert parallelism a token is received once by each rank that holds one of its experts.
     received = ep * (1 - (1 - 1 / ep) ** K) if ep * etp > 1 else 0.0
-    kept = kept_by_experts(K, H, F / etp, halves, size, received, flags.moeblaze_recompute_fc1)
+    fc1_size = {"moeblaze": 0.0 if flags.moeblaze_recompute_fc1 else size, "alltoall": size}
+    if flags.activation_func_fp8_input_store:
+        fc1_size = {"moeblaze": 33 / 32, "alltoall": 1.0}  # MXFP8: a scale for each 32
+    kept = kept_by_experts(K, H, F / etp, halves, size, received, fc1_size)
     layer = LayerBytes(
         output=T * H * size,
         fc1_output=int(rows * halves * F / etp) * size,
@@ -169,9 +209,8 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         fc1_weight=int(E / ep * halves * H * F / etp) * size,
         fc2_weight=int(E / ep * H * F / etp) * size,
     )
-    again = layer.fc1_output if flags.moeblaze_recompute_fc1 else 0
     transient = {
-        "moeblaze": float(layer.peak - layer.fc1_output + again),
+        "moeblaze": float(layer.peak - layer.fc1_output * fc1_size["moeblaze"] / size),
         # Gradients of permuted x and fc1_output, of the output by row, and of the larger weight.
         "alltoall": float(2 * rows * H * size + layer.fc1_output + layer.fc1_weight),
     }
@@ -219,7 +258,8 @@ def report(found: Estimate, processes: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags, _ = parser().parse_known_args(argv)
+    flags, others = parser().parse_known_args(argv)
+    check(flags, others)
     print(report(estimate(flags), flags.processes))
 
 

@@ -130,7 +130,9 @@ def test_what_experts_keep_is_what_autograd_keeps(dispatcher):
     sizes = quickstart.CPU_SIZES | {"hidden_size": 256, "moe_ffn_hidden_size": 192}
     H, F, K = 256, 192, sizes["moe_router_topk"]
     measured, _ = quickstart.saved_bytes_per_token(sizes, dispatcher)
-    kept = estimate.kept_by_experts(K, H, F, 2, 4, 0, False)[dispatcher]
+    kept = estimate.kept_by_experts(K, H, F, 2, 4, 0, dict.fromkeys(estimate.DISPATCHERS, 4))[
+        dispatcher
+    ]
     assert kept + 4 * H <= measured <= 1.05 * (kept + 4 * H)
 
 
@@ -147,3 +149,37 @@ def test_layouts_that_do_not_fit_are_refused():
     command += " --moe-ffn-hidden-size 8 --seq-length 8 --micro-batch-size 1 --global-batch-size 1"
     with pytest.raises(SystemExit, match="6 processes are no multiple"):
         estimate.main([*command.split(), "--expert-model-parallel-size", "4"])
+
+
+MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8
+    --moe-ffn-hidden-size 32 --seq-length 64 --micro-batch-size 1 --global-batch-size 8
+    --bf16 --swiglu""".split()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--moeblaze-recompute-fc2", "did you mean --moeblaze-recompute-fc1?"),
+        ("--moeblaze-magic", "--moeblaze-magic is not known"),
+        ("--expert-model-paralel-size 8", "did you mean --expert-model-parallel-size?"),
+        ("--expert-model-parallel-size 3 --processes 3", "3 does not divide --num-experts 8"),
+        ("--moe-router-topk 9 --num-layers -2", "--num-layers -2 is not positive; --moe-router-"),
+        ("--moe-layer-freq abc", "--moe-layer-freq abc is neither"),
+        ("--moeblaze-recompute-fc1 --activation-func-fp8-input-store", "keeps nothing for"),
+    ],
+)
+def test_impossible_runs_and_typos_are_refused(words, said):
+    with pytest.raises(SystemExit, match="estimate: ") as error:
+        estimate.main([*MODEL, *words.split()])
+    assert said in str(error.value)
+
+
+def test_fp8_store_keeps_half():
+    """33/32 bytes for 2 of each fc1_output element, and 16 bytes of lists for each row."""
+    kept = []
+    for words in ([], ["--activation-func-fp8-input-store", "--moeblaze-report-rows"]):
+        flags, _ = estimate.parser().parse_known_args([*MODEL, *words])
+        kept.append(estimate.estimate(flags).moe)
+    rows = 2 * 64 * 2  # layers, tokens, top-k
+    assert kept[0]["moeblaze"] - kept[1]["moeblaze"] == rows * 64 * (2 - 33 / 32)
+    assert kept[0]["alltoall"] - kept[1]["alltoall"] == rows * 64
