@@ -217,7 +217,9 @@ def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Te
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     scales[:R] = scale.to(scales.dtype)
-    values[:R] = (blocks / scale[..., None]).flatten(1)[:, :W].to(values.dtype)
+    # Inf becomes NaN here, since casts of torch before 2.14 make it so and later ones 448.
+    scaled = torch.where(blocks.isfinite(), blocks / scale[..., None], torch.nan)
+    values[:R] = scaled.flatten(1)[:, :W].to(values.dtype)
     return values, scales
 
 
