@@ -40,6 +40,7 @@ from moeblaze_megatron.bench.shapes import (
     shape_from,
 )
 from moeblaze_megatron.ops.activation import ACTIVATIONS
+from moeblaze_megatron.ops.memory import LayerBytes
 from moeblaze_megatron.version import __version__
 
 # What another project's code may end with; such a peer is left out of the table, with the reason.
@@ -163,11 +164,15 @@ def closed_form(shape: Shape, element_size: int) -> dict[str, float]:
     peak = output + fc1_output + max(act + grad_fc2_weight,
                                      grad_fc1_weight + grad_fc2_weight + grad_x)
     """
-    R = shape.T * shape.K
-    output, fc1_output, act = shape.T * shape.H, R * shape.fc1_width, R * shape.F
-    fc1_weight, fc2_weight = (shape.E * shape.H * width for width in (shape.fc1_width, shape.F))
-    peak = output + fc1_output + max(act + fc2_weight, fc1_weight + fc2_weight + output)
-    return {"held": fc1_output * element_size / MIB, "peak": peak * element_size / MIB}
+    rows, weights = shape.T * shape.K, shape.E * shape.H
+    form = LayerBytes(
+        output=shape.T * shape.H * element_size,
+        fc1_output=rows * shape.fc1_width * element_size,
+        act=rows * shape.F * element_size,
+        fc1_weight=weights * shape.fc1_width * element_size,
+        fc2_weight=weights * shape.F * element_size,
+    )
+    return {"held": form.fc1_output / MIB, "peak": form.peak / MIB}
 
 
 def print_memory(shape: Shape, rows: dict, form: dict) -> None:
