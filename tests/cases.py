@@ -125,3 +125,16 @@ def assert_as_close_as_torch(got: dict, eager: dict, exact: dict) -> None:
         miss = ((got[name].double() - want).norm() / norm).item()
         torch_miss = ((eager[name].double() - want).norm() / norm).item()
         assert miss <= 2 * torch_miss, f"{name}: off by {miss:.3e}, torch by {torch_miss:.3e}"
+
+
+def captured(step):
+    """A CUDA graph of `step`, run once before so that kernels compile, and what it returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results

@@ -5,7 +5,17 @@ import sys
 
 import pytest
 import torch
-from cases import LARGE, SMALL, Case, assert_as_close_as_torch, expected, operands, routing, run
+from cases import (
+    LARGE,
+    SMALL,
+    Case,
+    assert_as_close_as_torch,
+    captured,
+    expected,
+    operands,
+    routing,
+    run,
+)
 
 from moeblaze_megatron import (
     index_lists_from_routing_map,
@@ -615,19 +625,12 @@ def test_cuda_graph_replays_with_other_routing():
         out = moeblaze_experts(*leaves, topk_indices=ids, topk_probs=probs)
         return (out, *torch.autograd.grad(out, leaves, t["grad_output"]))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed in (1, 2):
         for old, new in zip((ids, probs), routing(case, "cuda", seed), strict=True):
             old.copy_(new)
         graph.replay()
-        for got, want in zip(captured, step(), strict=True):
+        for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import LARGE, Case, expected, operands, routing, run
+from cases import LARGE, Case, captured, expected, operands, routing, run
 
 from moeblaze_megatron import IndexLists, index_lists_from_topk, moeblaze_experts
 from moeblaze_megatron.ops import experts, hopper, kernels, reference
@@ -332,16 +332,9 @@ def test_cuda_graph_replays_with_other_routing():
         output = layer_of(ids, case.activation, fp8_store=True)(*leaves, probs)
         return (output, *torch.autograd.grad(output, leaves, tensors["grad_output"]))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for old, new in zip((ids, probs), routing(case, "cuda", 1), strict=True):
         old.copy_(new)
     graph.replay()
-    for got, want in zip(captured, step(), strict=True):
+    for got, want in zip(results, step(), strict=True):
         assert torch.equal(got, want)
