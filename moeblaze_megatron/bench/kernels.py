@@ -8,14 +8,21 @@ from moeblaze_megatron import GATED, index_lists_from_topk
 from moeblaze_megatron.bench.shapes import Inputs, Shape
 from moeblaze_megatron.ops.experts import kernels_for
 
+GEMMS = ("fc1", "fc2", "fc2 dgrad", "fc1 dgrad", "fc2 wgrad", "fc1 wgrad")
+KERNELS = (
+    *("index lists", "gather", "fc1", "fc1, copied rows", "fc2", "combine", "fc2 dgrad"),
+    *("activation backward", "fc1 dgrad", "fc2 wgrad", "fc2 wgrad, lookup", "fc1 wgrad"),
+    *("fc1 wgrad, lookup", *(f"{gemm}, dense" for gemm in GEMMS)),
+)
+
 
 def kernel_calls(
     shape: Shape, inputs: Inputs
 ) -> tuple[dict[str, tuple[float, str]], dict[str, Callable[[], object]]]:
     """Work (FLOPs or bytes, with the unit of its rate) and call, by kernel.
 
-    GEMMs run over all columns at once; a kernel that writes in place runs on its own output again,
-    which costs the same.
+    GEMMs run over all columns at once, beside one dense cuBLAS GEMM of the same FLOPs each; a
+    kernel that writes in place runs on its own output again, which costs the same.
     """
     x, fc1_weight, fc2_weight, probs = (leaf.detach() for leaf in inputs.leaves)
     kernels = kernels_for(x)
@@ -50,6 +57,15 @@ def kernel_calls(
         "fc2 wgrad, lookup": lambda: kernels.wgrad(grad_output, act, lists, grad_fc2, False, "a"),
         "fc1 wgrad": lambda: kernels.wgrad(fc1_output, rows, lists, grad_fc1, False),
         "fc1 wgrad, lookup": lambda: kernels.wgrad(fc1_output, x, lists, grad_fc1, False, "b"),
+    }
+    fc1, fc2 = fc1_weight[0], fc2_weight[0]
+    calls |= {
+        "fc1, dense": lambda: torch.mm(rows, fc1.t(), out=fc1_output),
+        "fc2, dense": lambda: torch.mm(act, fc2.t(), out=rows),
+        "fc2 dgrad, dense": lambda: torch.mm(rows, fc2, out=act),
+        "fc1 dgrad, dense": lambda: torch.mm(fc1_output, fc1, out=rows),
+        "fc2 wgrad, dense": lambda: torch.mm(rows.t(), act, out=grad_fc2[0]),
+        "fc1 wgrad, dense": lambda: torch.mm(fc1_output.t(), rows, out=grad_fc1[0]),
     }
     traffic = {
         "index lists": 4 * (2 * T * shape.K + R),
