@@ -366,8 +366,10 @@ def assert_norm_counts_parameters(layer: Layer, layout: Layout) -> None:
     for weight in layer.moe.parameters():
         weight.main_grad.fill_(1.0)
     layer.optimizer.prepare_grads()
-    number = 3 * m.E * m.F * m.H if layer.moe.config.gated_linear_unit else 2 * m.E * m.F * m.H
-    number += m.E * m.H
+    halves = 2 if layer.moe.config.gated_linear_unit else 1
+    number = (halves + 1) * m.E * m.F * m.H + m.E * m.H
+    if layer.moe.config.add_bias_linear:  # of fc1, fc2 and the router
+        number += m.E * (halves * m.F + m.H + 1)
     if layer.moe.shared_experts is not None:
         number += sum(weight.numel() for weight in layer.moe.shared_experts.parameters())
     norm = float(layer.optimizer.get_grad_norm())
