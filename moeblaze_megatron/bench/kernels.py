@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from moeblaze_megatron import GATED, index_lists_from_topk
+from moeblaze_megatron import Activation, index_lists_from_topk
 from moeblaze_megatron.bench.shapes import Inputs, Shape
 from moeblaze_megatron.ops.experts import kernels_for
 
@@ -30,25 +30,26 @@ def kernel_calls(
     lists = index_lists_from_topk(inputs.topk_indices, shape.E)
     R, size = lists.max_rows, x.element_size()
     permuted_probs = kernels.permuted_probs(probs, lists, dense=False)
-    fc1_output, act = kernels.fc1(x, fc1_weight, permuted_probs, lists, shape.activation, True)
+    activation = Activation(shape.activation)
+    fc1_output, act = kernels.fc1(x, fc1_weight, permuted_probs, lists, activation, True)
     rows = kernels.gather(x, lists, x.new_empty(R, H), 0)
     output = torch.empty_like(x)
     grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
 
     fc1_flops, fc2_flops = 2 * R * H * shape.fc1_width, 2 * R * H * F
-    elements = F * (6 if shape.activation in GATED else 4)
+    elements = F * (6 if activation.gated else 4)
     calls = {
         "index lists": lambda: index_lists_from_topk(inputs.topk_indices, shape.E),
         "gather": lambda: kernels.gather(x, lists, rows, 0),
-        "fc1": lambda: kernels.fc1(x, fc1_weight, permuted_probs, lists, shape.activation, True),
+        "fc1": lambda: kernels.fc1(x, fc1_weight, permuted_probs, lists, activation, True),
         "fc1, copied rows": lambda: kernels.fc1(
-            rows, fc1_weight, permuted_probs, lists, shape.activation, True, gather=False
+            rows, fc1_weight, permuted_probs, lists, activation, True, gather=False
         ),
         "fc2": lambda: kernels.rows_gemm(act, fc2_weight, lists, rows, 0, False, True),
         "combine": lambda: kernels.combine(rows, lists, output, 0),
         "fc2 dgrad": lambda: kernels.rows_gemm(grad_output, fc2_weight, lists, act, 0, True, False),
         "activation backward": lambda: kernels.activation_backward(
-            act, fc1_output, permuted_probs, lists, shape.activation
+            act, fc1_output, permuted_probs, lists, activation
         ),
         "fc1 dgrad": lambda: kernels.rows_gemm(
             fc1_output, fc1_weight, lists, rows, 0, False, False
