@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moeblaze_megatron.ops import hopper
 from moeblaze_megatron.ops.activation import GATED, activate
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import GROUP, bind_device, input_precision, tile_for
+from moeblaze_megatron.ops.table import configuration
+from moeblaze_megatron.ops.tiles import bind_device, input_precision
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
@@ -148,7 +149,7 @@ def fc1(
     if lists.num_tiles and hopper.fits_fc1(x, F):
         hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather)
         return fc1_output, act
-    tile = tile_for("fc1", x.dtype).fit(cols=F, depth=H)
+    tile = configuration("fc1", x, F, H).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
     if lists.num_tiles:
         _fc1_kernel[(lists.num_tiles * triton.cdiv(F, tile.cols),)](
@@ -172,7 +173,7 @@ def fc1(
             tile.rows,
             tile.cols,
             tile.depth,
-            GROUP,
+            tile.group,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -254,7 +255,7 @@ def rows_gemm(
     if lists.num_tiles and hopper.fits_rows(a):
         hopper.rows_gemm(a, weight, lists, out, n_start, gather, transposed)
         return out
-    tile = tile_for("rows", a.dtype).fit(cols=cols, depth=K)
+    tile = configuration("rows", a, cols, K).fit(cols=cols, depth=K)
     block = [tile.cols, tile.depth] if transposed else [tile.depth, tile.cols]
     if lists.num_tiles:
         _rows_kernel[(lists.num_tiles * triton.cdiv(cols, tile.cols),)](
@@ -277,7 +278,7 @@ def rows_gemm(
             tile.rows,
             tile.cols,
             tile.depth,
-            GROUP,
+            tile.group,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -448,7 +449,7 @@ def wgrad(
         hopper.wgrad(a, b, lists, out, accumulate, gather)
         return out
     kernel = "wgrad_gather" if gather else "wgrad"
-    tile = tile_for(kernel, a.dtype).fit(rows=M, cols=N)
+    tile = configuration(kernel, a, M, N).fit(rows=M, cols=N)
     blocks = {"a": [tile.depth, tile.rows], "b": [tile.depth, tile.cols]}
     a_desc, b_desc = (
         None if gather == name else _descriptor(operand, blocks[name])
@@ -473,7 +474,7 @@ def wgrad(
         tile.rows,
         tile.cols,
         tile.depth,
-        GROUP,
+        tile.group,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

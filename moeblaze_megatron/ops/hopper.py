@@ -29,16 +29,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeblaze_megatron.ops.activation import GATED
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import BLOCK_R, GROUP, bind_device, interpreting
+from moeblaze_megatron.ops.table import configuration
+from moeblaze_megatron.ops.tiles import BLOCK_R, bind_device, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 WRITE_N = 64  # columns that leave at once
-STAGES = 4
 NUM_WARPS = 4  # of a warpgroup that multiplies
-MULTIPLY_REGISTERS, LOAD_REGISTERS = 208, 88  # of a thread, by what it does
-WGRAD_REGISTERS = 192, 120  # the same in a weight gradient, whose copies take more addresses
 
 
 @lru_cache
@@ -615,6 +613,7 @@ def fc1(
     F = act.shape[1]
     gated = activation in GATED
     saved = act if fc1_output is None else fc1_output
+    ring = configuration("fc1_hopper", x, F, H)
     _fc1_hopper_kernel[(_programs(x.device),)](
         x,
         None if gather else _descriptor(x, BLOCK_R, BLOCK_K),
@@ -640,10 +639,10 @@ def fc1(
         BLOCK_K,
         HALF_R,
         WRITE_N,
-        GROUP,
-        STAGES,
-        MULTIPLY_REGISTERS,
-        LOAD_REGISTERS,
+        ring.group,
+        ring.stages,
+        ring.multiply_registers,
+        ring.load_registers,
         num_warps=NUM_WARPS,
     )
 
@@ -793,6 +792,7 @@ def rows_gemm(
     """`gemm.rows_gemm`."""
     E, weight_rows, weight_cols = weight.shape
     block = (BLOCK_N, BLOCK_K) if transposed else (BLOCK_K, BLOCK_N)
+    ring = configuration("rows_hopper", a, out.shape[1], a.shape[1])
     _rows_hopper_kernel[(_programs(a.device),)](
         a,
         None if gather else _descriptor(a, BLOCK_R, BLOCK_K),
@@ -815,10 +815,10 @@ def rows_gemm(
         BLOCK_K,
         HALF_R,
         WRITE_N,
-        GROUP,
-        STAGES,
-        MULTIPLY_REGISTERS,
-        LOAD_REGISTERS,
+        ring.group,
+        ring.stages,
+        ring.multiply_registers,
+        ring.load_registers,
         num_warps=NUM_WARPS,
     )
 
@@ -1146,6 +1146,7 @@ def wgrad(
         a, b = b, a
     all_rows = (E - 1) * out.stride(0) // out.stride(1) + rows
     out_rows = out.as_strided((all_rows, cols), (out.stride(1), 1))
+    ring = configuration("wgrad_hopper", a, rows, cols)
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
         None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
@@ -1169,8 +1170,9 @@ def wgrad(
         BLOCK_N,
         BLOCK_K,
         WRITE_N,
-        GROUP,
-        STAGES,
-        *WGRAD_REGISTERS,
+        ring.group,
+        ring.stages,
+        ring.multiply_registers,
+        ring.load_registers,
         num_warps=NUM_WARPS,
     )
