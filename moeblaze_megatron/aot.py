@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from moeblaze_megatron.ops import experts, kernels, table
+from moeblaze_megatron.ops import experts, kernels, launch, table
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
 
 T, H, F, E, K = 32768, 2048, 768, 128, 8  # Qwen3-30B-A3B
@@ -71,16 +71,17 @@ class _Driver:
 def compiling(arch: int) -> Iterator[list]:
     """Inside, a launch compiles its kernel for `sm_<arch>`, lists it and runs nothing."""
     compiled = []
-    launch = JITFunction.run
+    run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel not in compiled:
             compiled.append(kernel)
         return kernel
 
     with (
         patch.object(triton.runtime.driver, "_active", _Driver(arch)),
+        patch.object(launch, "enabled", False),
         patch.object(JITFunction, "run", compile_only),
     ):
         yield compiled
@@ -91,6 +92,7 @@ def launching_nothing(arch: int) -> Iterator[None]:
     """Inside, a launch does nothing; launchers see a GPU of that compute capability."""
     with (
         patch.object(triton.runtime.driver, "_active", _Driver(arch)),
+        patch.object(launch, "enabled", False),
         patch.object(JITFunction, "run", lambda self, *args, **kwargs: None),
         patch.object(InterpretedFunction, "run", lambda self, *args, **kwargs: None),
     ):

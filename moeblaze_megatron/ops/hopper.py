@@ -29,8 +29,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeblaze_megatron.ops.activation import GATED
 from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.launch import descriptor, direct
 from moeblaze_megatron.ops.table import configuration
-from moeblaze_megatron.ops.tiles import BLOCK_R, bind_device, interpreting
+from moeblaze_megatron.ops.tiles import BLOCK_R, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
@@ -68,9 +69,7 @@ def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    bind_device(tensor.device)
-    layout = _layout(rows, cols, tensor.dtype)
-    return TensorDescriptor.from_tensor(tensor, [rows, cols], layout)
+    return descriptor(tensor, (rows, cols), _layout(rows, cols, tensor.dtype))
 
 
 @lru_cache
@@ -507,6 +506,7 @@ def _multiply_fc1(
     tma.store_wait(0)
 
 
+@direct
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _fc1_hopper_kernel(
     x_ptr,  # [T, H] when GATHER, else unused
@@ -693,6 +693,7 @@ def _multiply_rows(
     tma.store_wait(0)
 
 
+@direct
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _rows_hopper_kernel(
     a_ptr,  # [T, K] when GATHER, else unused
@@ -1042,6 +1043,7 @@ def _multiply_wgrad(
     tma.store_wait(0)
 
 
+@direct
 @gluon.jit
 def _wgrad_hopper_kernel(
     a_ptr,  # [T, M] when GATHER, else [R, M]
