@@ -38,7 +38,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]):
         def launch(*arguments: Any, **options: int) -> None:
-            key = self._key(arguments, options)
+            key, values = self._bind(arguments, options)
             found = self.compiled.get(key)
             if found is None:
                 found = self.jitted[grid](*arguments, **options)
@@ -48,21 +48,25 @@ class Kernel:
             driver, (x, y) = _driver.active, grid if len(grid) == 2 else (grid[0], 1)
             stream = driver.get_current_stream(driver.get_current_device())
             handles = found.function, found.packed_metadata
-            found.run(x, y, 1, stream, *handles, None, None, None, *arguments)  # no launch hooks
+            found.run(x, y, 1, stream, *handles, None, None, None, *values)  # no launch hooks
 
         return launch
 
-    def _key(self, arguments: tuple, options: dict[str, int]) -> tuple | None:
-        """All that Triton compiles for, or finer; None where Triton is to launch as it does."""
+    def _bind(self, arguments: tuple, options: dict[str, int]) -> tuple[tuple | None, list]:
+        """All that Triton compiles for, or finer, and the arguments with addresses for tensors.
+
+        The first is None where Triton is to launch as it does.
+        """
         hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # of a profiler
         if not enabled or any(getattr(hook, "calls", True) for hook in hooks):
-            return None
-        addresses = 0
+            return None, []
+        values, addresses = list(arguments), 0
         key = [_driver.active.get_current_device(), *options.values()]
-        for argument in arguments[: self.constants]:
+        for i, argument in enumerate(arguments[: self.constants]):
             kind = type(argument)
             if kind is Tensor or kind is Parameter:
-                addresses |= argument.data_ptr()
+                values[i] = address = argument.data_ptr()
+                addresses |= address
                 key.append(argument.dtype)
             elif kind is int:  # Triton knows those that are 1, multiples of 16, and long ones
                 key.append(1 if argument == 1 else (argument % 16 == 0, argument >> 31))
@@ -71,11 +75,11 @@ class Kernel:
             elif argument is None or kind is float:
                 key.append(kind)
             else:
-                return None
+                return None, []
         if addresses % 16:
-            return None
+            return None, []
         key.append(arguments[self.constants :])
-        return tuple(key)
+        return tuple(key), values
 
 
 def direct(jitted: Any) -> Any:
