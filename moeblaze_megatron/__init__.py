@@ -1,6 +1,6 @@
 """Mixture-of-experts layers without permuted token buffers, for Megatron-Core and plain torch."""
 
-from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
+from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED, Activation
 from moeblaze_megatron.ops.experts import (
     index_lists_from_routing_map,
     index_lists_from_topk,
@@ -12,6 +12,7 @@ from moeblaze_megatron.version import __version__
 __all__ = [
     "ACTIVATIONS",
     "GATED",
+    "Activation",
     "IndexLists",
     "__version__",
     "index_lists_from_routing_map",

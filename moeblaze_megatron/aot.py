@@ -28,10 +28,15 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from moeblaze_megatron.ops import experts, kernels, launch, table
-from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
+from moeblaze_megatron.ops.activation import ACTIVATIONS, Activation
 
 T, H, F, E, K = 32768, 2048, 768, 128, 8  # Qwen3-30B-A3B
 # Shared memory a program may use, in bytes (CUDA C++ programming guide, compute capabilities).
+BIASED = (  # gpt-oss, and halves clamped, and without a gate
+    Activation("quick_geglu", clamp=7.0, offset=1.0),
+    Activation("swiglu", clamp=7.0),
+    "silu",
+)
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
@@ -124,7 +129,8 @@ def resources(kernel) -> Resources:
     constants = {names[path[0]]: value for path, value in kernel.src.constants.items()}
     tile = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
     flags = [name.lower() for name, value in constants.items() if value is True]
-    choices = [value for value in constants.values() if isinstance(value, str)]
+    flags += ["bias" for name in names if name.endswith("bias_ptr") and name not in constants]
+    choices = [_words(value) for value in constants.values() if isinstance(value, str | Activation)]
     return Resources(
         kernel=kernel.name,
         variant=" ".join(choices + flags),
@@ -137,14 +143,27 @@ def resources(kernel) -> Resources:
     )
 
 
-def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int | None) -> None:
+def _words(choice: str | Activation) -> str:
+    name, clamp, offset = Activation.of(choice)
+    return name + ("" if clamp is None else " clamped") + (" offset" if offset else "")
+
+
+def step(
+    dtype: torch.dtype,
+    activation: str | Activation,
+    fusion: bool,
+    workspace_bytes: int | None,
+    bias: bool = False,
+) -> None:
     """Training and inference of the layer, from either form of the routing, on meta tensors."""
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
-    fc1_weight = tensor(E, 2 * F if activation in GATED else F, H)
+    width = 2 * F if Activation.of(activation).gated else F
+    fc1_weight = tensor(E, width, H)
     fc2_weight = tensor(E, H, F)
+    biases = {"fc1_bias": tensor(E, width), "fc2_bias": tensor(E, H)} if bias else {}
     for weight in (fc1_weight, fc2_weight):
         weight.main_grad = torch.empty_like(weight, dtype=torch.float32)
     topk_indices = kernels.topk_indices_from_routing_map(tensor(T, E, dtype=torch.bool), K)
@@ -159,6 +178,7 @@ def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int
             probs=probs,
             index_lists=lists,
             activation=activation,
+            **biases,
             gradient_accumulation_fusion=fusion,
             workspace_bytes=workspace_bytes,
             fp8_store=fp8_store,
@@ -175,16 +195,19 @@ def step(dtype: torch.dtype, activation: str, fusion: bool, workspace_bytes: int
 
 
 def compile_step(
-    arch: int, dtype: torch.dtype, activations: tuple[str, ...] | None = None
+    arch: int, dtype: torch.dtype, activations: tuple[str | Activation, ...] | None = None
 ) -> list[Resources]:
     """Every kernel that the operator launches on `sm_<arch>`.
 
     With both ways to return a weight gradient, and a workspace in which gathered rows fit or not;
     where `activations` names none, all of them in bf16, while one will do in the other dtypes.
+    Biases with the activations of `BIASED`, unless `activations` are named.
     """
+    biased = []
     if activations is None:
         activations = ACTIVATIONS if dtype is torch.bfloat16 else ACTIVATIONS[:1]
-    variants = itertools.product(activations, (False, True), (None, 2**40))
+        biased = [(activation, False, None, True) for activation in BIASED]
+    variants = [*itertools.product(activations, (False, True), (None, 2**40)), *biased]
     with (
         compiling(arch) as compiled,
         on_meta(),

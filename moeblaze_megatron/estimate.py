@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--moe-layer-freq", type=str, default="1")
     flags.add_argument("--recompute-granularity", choices=("full", "selective"))
     for name in (
-        *("swiglu", "bf16", "fp16", "use-distributed-optimizer", "group-query-attention"),
+        *("swiglu", "quick-geglu", "disable-bias-linear", "bf16", "fp16"),
+        *("use-distributed-optimizer", "group-query-attention"),
         *("untie-embeddings-and-output-weights", "multi-latent-attention"),
         *("moeblaze-recompute-fc1", "activation-func-fp8-input-store"),
     ):
@@ -162,7 +163,8 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         )
     dp, edp = flags.processes // (tp * pp * cp), flags.processes // (ep * etp * pp)
     half = flags.bf16 or flags.fp16
-    size, halves = (2 if half else 4), (2 if flags.swiglu else 1)
+    size, halves = (2 if half else 4), (2 if flags.swiglu or flags.quick_geglu else 1)
+    biases = 0 if flags.disable_bias_linear else 1
 
     head = flags.kv_channels or H // flags.num_attention_heads
     query = flags.num_attention_heads * head
@@ -179,11 +181,12 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         heads = 2 * query + 2 * value  # q, k, v and what attention returns
     else:
         attention = H * (2 * query + 2 * groups * head)
+        attention += biases * (query + 2 * groups * head + H)
         heads = 2 * query + 2 * groups * head
     sparse = moe_layers(flags.moe_layer_freq, flags.num_layers)
     dense = flags.num_layers - sparse
     ffn = flags.ffn_hidden_size or 4 * H
-    expert = (halves + 1) * H * F
+    expert = (halves + 1) * H * F + biases * (halves * F + H)
     shared = (halves + 1) * H * flags.moe_shared_expert_intermediate_size + H * E
     embeddings = H * flags.vocab_size * (2 if flags.untie_embeddings_and_output_weights else 1)
     every = flags.num_layers * (attention + 2 * H) + sparse * shared

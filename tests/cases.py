@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeblaze_megatron import GATED
+from moeblaze_megatron import Activation
 from moeblaze_megatron.ops.reference import moe_reference
 
 
@@ -16,13 +16,16 @@ class Case:
     E: int
     K: int
     why: str
-    activation: str = "swiglu"
+    activation: str | Activation = "swiglu"
+    bias: bool = False
     dropped: float = 0.0  # share of (token, k) slots without an expert
     only: tuple[int, ...] = ()  # the experts that get tokens; () = all but the last
 
     def __str__(self) -> str:
         return self.why.replace(" ", "-")
 
+
+GPT_OSS = Activation("quick_geglu", clamp=4.0, offset=1.0)
 
 SMALL = [
     Case(40, 64, 32, 4, 2, "whole and partial tiles"),
@@ -42,6 +45,13 @@ SMALL = [
     Case(30, 32, 32, 4, 2, "silu", activation="silu"),
     Case(30, 32, 32, 4, 2, "gelu", activation="gelu"),
     Case(30, 32, 32, 4, 2, "squared relu", activation="squared_relu"),
+    Case(30, 32, 32, 4, 2, "quick geglu", activation="quick_geglu"),
+    Case(30, 32, 32, 4, 2, "clamp", activation=Activation("swiglu", clamp=5.0), bias=True),
+    Case(30, 32, 32, 4, 2, "offset", activation=Activation("geglu", offset=0.5)),
+    Case(40, 64, 48, 4, 2, "biases", bias=True, dropped=0.2),
+    Case(20, 36, 20, 4, 2, "biases padded", activation=GPT_OSS, bias=True),
+    Case(20, 32, 40, 4, 2, "biases without a gate", activation="squared_relu", bias=True),
+    Case(0, 32, 32, 4, 2, "biases and no tokens", bias=True),
 ]
 
 LARGE = [
@@ -60,6 +70,12 @@ LARGE = [
     Case(1500, 512, 384, 8, 2, "silu", activation="silu"),
     Case(1500, 512, 384, 8, 2, "gelu", activation="gelu"),
     Case(1500, 512, 384, 8, 2, "squared relu", activation="squared_relu"),
+    Case(1500, 512, 384, 8, 2, "quick geglu", activation="quick_geglu"),
+    Case(1500, 512, 384, 8, 2, "clamp", activation=Activation("swiglu", clamp=5.0), bias=True),
+    Case(3000, 768, 384, 8, 4, "gpt-oss biases", activation=GPT_OSS, bias=True, dropped=0.1),
+    Case(1500, 512, 384, 8, 2, "biases", bias=True),
+    Case(1500, 520, 392, 8, 2, "biases past a tile", activation="gelu", bias=True),
+    Case(1500, 512, 384, 8, 2, "biases without a gate", activation="silu", bias=True),
 ]
 
 
@@ -77,37 +93,50 @@ def routing(case: Case, device: str, seed: int = 0) -> tuple[torch.Tensor, torch
 
 
 def operands(case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
-    """x, both weights and an upstream gradient, at unit scale."""
+    """x, both weights, an upstream gradient and, if the case has them, biases, at unit scale."""
     g = torch.Generator().manual_seed(seed + 1)
-    width = case.F * (2 if case.activation in GATED else 1)
+    width = case.F * (2 if Activation.of(case.activation).gated else 1)
 
     def draw(*shape, scale=1.0):
         return (torch.randn(shape, generator=g) * scale).to(device, dtype)
 
-    return {
+    tensors = {
         "x": draw(case.T, case.H),
         "fc1_weight": draw(case.E, width, case.H, scale=case.H**-0.5),
         "fc2_weight": draw(case.E, case.H, case.F, scale=case.F**-0.5),
         "grad_output": draw(case.T, case.H),
     }
+    if case.bias:
+        tensors |= {"fc1_bias": draw(case.E, width), "fc2_bias": draw(case.E, case.H)}
+        clamp = Activation.of(case.activation).clamp
+        if clamp:  # both sides of it, and so far that no rounding crosses it
+            tensors["fc1_bias"] = tensors["fc1_bias"].round().clamp(-1, 1) * 2 * clamp
+    return tensors
 
 
 def run(layer, tensors: dict, topk_probs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and every gradient of `layer(x, fc1_weight, fc2_weight, topk_probs)`."""
-    names = ("x", "fc1_weight", "fc2_weight")
-    leaves = [tensors[name].detach().clone().requires_grad_() for name in names]
-    leaves.append(topk_probs.detach().clone().requires_grad_())
-    output = layer(*leaves)
+    """Output and every gradient of `layer(x, fc1_weight, fc2_weight, topk_probs, **biases)`."""
+    tensors = tensors | {"probs": topk_probs}
+    leaves = {
+        name: tensor.detach().clone().requires_grad_()
+        for name, tensor in tensors.items()
+        if name != "grad_output"
+    }
+    operands = [leaves[name] for name in ("x", "fc1_weight", "fc2_weight", "probs")]
+    biases = {name: leaf for name, leaf in leaves.items() if name.endswith("bias")}
+    output = layer(*operands, **biases)
     output.backward(tensors["grad_output"])
-    grads = {f"grad_{n}": leaf.grad for n, leaf in zip((*names, "probs"), leaves, strict=True)}
+    grads = {f"grad_{name}": leaf.grad for name, leaf in leaves.items()}
     return {"output": output.detach(), **grads}
 
 
 def expected(case: Case, tensors: dict, topk_indices, topk_probs, dtype) -> dict[str, torch.Tensor]:
     """What plain torch computes in `dtype`, by autograd."""
 
-    def layer(x, fc1_weight, fc2_weight, probs):
-        return moe_reference(x, fc1_weight, fc2_weight, topk_indices, probs, case.activation)
+    def layer(x, fc1_weight, fc2_weight, probs, **biases):
+        return moe_reference(
+            x, fc1_weight, fc2_weight, topk_indices, probs, case.activation, **biases
+        )
 
     wide = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     probs = topk_probs.double() if dtype is torch.float64 else topk_probs

@@ -273,6 +273,18 @@ VARIANTS = {
     "no-gate": ({"gated_linear_unit": False}, "fc1 is one half"),
     "recompute": ({**RECOMPUTE, **AUX}, "collectives run again inside backward"),
 }
+BIASES = {
+    "bias-of-linears": ({"add_bias_linear": True}, "received rows have prob-weighted biases"),
+    "probs-on-input": (
+        {
+            "add_bias_linear": True,
+            "moe_apply_probs_on_input": True,
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+        },
+        "the probability of a received row comes by slot, and its bias is not weighted",
+    ),
+}
 
 
 @check(Layout(2, ep=2), "the plain case")
@@ -299,12 +311,17 @@ VARIANTS = {
 @check(Layout(8, ep=8, tp=4), "one expert a rank, tokens split by TP", slow=True)
 def layer_agrees(layout: Layout, **fields: Any) -> None:
     """Output, gradients and their norm as alltoall's, and a norm of ones counts parameters."""
+    import mcore_worker as m
+
     stock, ours = pair_of_layers(layout, **fields)
     for name in ("linear_fc1", "linear_fc2"):
         weight = getattr(ours.moe.experts, name).weight
         expected = getattr(stock.moe.experts.local_experts[0], name).weight
         for attribute in ("allreduce", "tensor_model_parallel", "partition_stride"):
             assert getattr(weight, attribute) == getattr(expected, attribute), attribute
+    for layer in (stock, ours):
+        if layer.moe.config.add_bias_linear:
+            m.draw_biases(layer.moe)
     for seed in (1, 2):
         assert_equal(ours.run(*batch(seed)), stock.run(*batch(seed)))
     assert_norm_counts_parameters(ours, layout)
@@ -315,6 +332,9 @@ def layer_agrees(layout: Layout, **fields: Any) -> None:
 for _name, (_fields, _why) in VARIANTS.items():
     check(Layout(2, ep=2), _why, name=_name, **_fields)(layer_agrees)
     check(Layout(4, ep=2, etp=2), _why, name=_name, slow=True, **_fields)(layer_agrees)
+for _name, (_fields, _why) in BIASES.items():  # with expert TP Megatron has none
+    check(Layout(2, ep=2), _why, name=_name, **_fields)(layer_agrees)
+    check(Layout(4, ep=2), _why, name=_name, slow=True, **_fields)(layer_agrees)
 
 
 @check(Layout(2, ep=2), "the plain case", slow=True)
@@ -346,8 +366,10 @@ def assert_norm_counts_parameters(layer: Layer, layout: Layout) -> None:
     for weight in layer.moe.parameters():
         weight.main_grad.fill_(1.0)
     layer.optimizer.prepare_grads()
-    number = 3 * m.E * m.F * m.H if layer.moe.config.gated_linear_unit else 2 * m.E * m.F * m.H
-    number += m.E * m.H
+    halves = 2 if layer.moe.config.gated_linear_unit else 1
+    number = (halves + 1) * m.E * m.F * m.H + m.E * m.H
+    if layer.moe.config.add_bias_linear:  # of fc1, fc2 and the router
+        number += m.E * (halves * m.F + m.H + 1)
     if layer.moe.shared_experts is not None:
         number += sum(weight.numel() for weight in layer.moe.shared_experts.parameters())
     norm = float(layer.optimizer.get_grad_norm())
@@ -691,13 +713,14 @@ IN_CI = [
 @check(Layout(4, ep=2, etp=2), "both")
 @check(Layout(4, ep=4), "ranks without a copy", slow=True)
 @check(Layout(4, ep=1), "four copies", slow=True)
-def same_shards(layout: Layout) -> None:
+@check(Layout(4, ep=2), "biases", name="bias", add_bias_linear=True)
+def same_shards(layout: Layout, **fields: Any) -> None:
     """This rank saves and loads what Megatron's own experts would, TEGroupedMLP's included."""
     from test_mcore_checkpoint import assert_same_shards
 
     for theirs in ("SequentialMLP", "TEGroupedMLP"):
         for singleton in (False, True):
-            assert_same_shards(theirs, singleton=singleton, **layout.fields())
+            assert_same_shards(theirs, singleton=singleton, **layout.fields(), **fields)
 
 
 def checkpoint_interchanges(layout: Layout, saver: str, loader: str, loads: Layout) -> None:
@@ -803,7 +826,7 @@ def plain_checkpoint_interchanges(layout: Layout) -> None:
     try:
         m.layer(**other.fields()).load_state_dict(state, strict=False)
     except RuntimeError as error:
-        assert "not the weights of 2 experts, but" in str(error), error
+        assert "not the parameters of 2 experts, but" in str(error), error
     else:
         raise AssertionError("no RuntimeError")
 

@@ -112,16 +112,45 @@ def layer(dispatcher: str = "moeblaze", **fields: Any) -> torch.nn.Module:
 
 
 def expert_tensors(experts: torch.nn.Module, attribute: str = "data") -> dict[str, torch.Tensor]:
-    """linear_fc1 [E, 2F, H] and linear_fc2 [E, H, F], or their `grad`, of any experts module."""
-    names = ("linear_fc1", "linear_fc2")
-    if not hasattr(experts, "local_experts"):
-        return {name: getattr(getattr(experts, name).weight, attribute) for name in names}
-    return {
-        name: torch.stack(
-            [getattr(getattr(mlp, name).weight, attribute) for mlp in experts.local_experts]
-        )
-        for name in names
-    }
+    """linear_fc1 [E, 2F, H] and linear_fc2 [E, H, F], or their `grad`, of any experts module.
+
+    And "linear_fc1 bias" [E, 2F] and "linear_fc2 bias" [E, H], if it has them.
+    """
+    owners = getattr(experts, "local_experts", [experts])
+    tensors = {}
+    for name in ("linear_fc1", "linear_fc2"):
+        for kind, key in (("weight", name), ("bias", f"{name} bias")):
+            parameters = [getattr(getattr(owner, name), kind) for owner in owners]
+            if parameters[0] is not None:
+                values = [getattr(parameter, attribute) for parameter in parameters]
+                tensors[key] = values[0] if owners == [experts] else torch.stack(values)
+    return tensors
+
+
+def let_biases_train(experts: torch.nn.Module) -> None:
+    """Lets SequentialMLP's fc2 return its output as it does with expert parallelism.
+
+    Without expert parallelism Megatron, 0.16 to 0.19, adds fc2's bias into a view, in place, which
+    autograd refuses.
+    """
+    for expert in getattr(experts, "local_experts", ()):
+        expert.linear_fc2.explicit_expert_comm = True
+
+
+def draw_biases(moe: torch.nn.Module) -> torch.nn.Module:
+    """Gives a layer's router and experts biases that are not zero, the same for any experts."""
+    let_biases_train(moe.experts)
+    generator = torch.Generator().manual_seed(99)
+    owners = getattr(moe.experts, "local_experts", [moe.experts])
+    with torch.no_grad():
+        moe.router.bias.copy_(torch.randn(E, generator=generator) / 10)
+        for name, bias in list(expert_tensors(moe.experts).items()):
+            if name.endswith("bias"):
+                values = torch.randn(bias.shape, generator=generator) / 10
+                values = values.unbind() if len(owners) > 1 else [values]
+                for owner, value in zip(owners, values, strict=True):
+                    getattr(owner, name.removesuffix(" bias")).bias.copy_(value)
+    return moe
 
 
 def forward_backward(

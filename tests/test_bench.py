@@ -10,6 +10,7 @@ from pretraining import needs_megatron_on_cpu
 
 from moeblaze_megatron.bench import __main__ as bench
 from moeblaze_megatron.bench import measure, paper, peers
+from moeblaze_megatron.bench.kernels import KERNELS, kernel_calls
 from moeblaze_megatron.bench.shapes import ROUTINGS, SHAPES, Shape, inputs_for, shape_from
 from moeblaze_megatron.ops import experts, reference
 from moeblaze_megatron.ops.memory import layer_bytes
@@ -237,6 +238,15 @@ def test_expert_parallel_table(plain_env, tmp_path):
     # Rows of bf16 there and back, forward and backward; what comes back differs a little.
     for row in (ours, theirs):
         assert 0.8 < row["bytes"] / (4 * 64 * row["rows"]) < 1.5
+
+
+def test_kernels_run_alone():
+    shape = Shape(64, 32, 16, 4, 2)
+    work, calls = kernel_calls(shape, inputs_for(shape, torch.bfloat16))
+    assert tuple(calls) == tuple(work) == KERNELS
+    for call in calls.values():
+        call()
+    assert work["fc1, dense"] == work["fc1"] == (4 * 128 * 32 * 16, "TFLOP/s")
 
 
 @pytest.mark.gpu

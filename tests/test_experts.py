@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from cases import (
+    GPT_OSS,
     LARGE,
     SMALL,
     Case,
@@ -18,6 +19,7 @@ from cases import (
 )
 
 from moeblaze_megatron import (
+    Activation,
     index_lists_from_routing_map,
     index_lists_from_topk,
     moeblaze_experts,
@@ -38,18 +40,19 @@ def check(case, device, dtype, **options):
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
 
-    def layer(x, fc1_weight, fc2_weight, p):
+    def layer(x, fc1_weight, fc2_weight, p, **biases):
         return moeblaze_experts(
             x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p,
-            activation=case.activation, **options,
+            activation=case.activation, **biases, **options,
         )  # fmt: skip
 
     got = run(layer, tensors, probs)
     exact = expected(case, tensors, ids, probs, torch.float64)
     assert_as_close_as_torch(got, expected(case, tensors, ids, probs, dtype), exact)
     counts = torch.bincount(ids[ids >= 0].long(), minlength=case.E)
-    for name in ("grad_fc1_weight", "grad_fc2_weight"):
-        assert (got[name][counts == 0] == 0).all(), f"{name} of an expert without tokens"
+    for name in got:
+        if name.endswith(("weight", "bias")):
+            assert (got[name][counts == 0] == 0).all(), f"{name} of an expert without tokens"
     return got
 
 
@@ -93,10 +96,11 @@ def test_eager_gradients_are_those_of_autograd(case, monkeypatch):
     ids, probs = routing(case, "cpu")
     tensors = operands(case, "cpu", torch.float64)
 
-    def layer(x, fc1_weight, fc2_weight, p):
+    def layer(x, fc1_weight, fc2_weight, p, **biases):
         return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=case.activation
-        )
+            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=case.activation,
+            **biases,
+        )  # fmt: skip
 
     got = run(layer, tensors, probs.double())
     for name, want in expected(case, tensors, ids, probs, torch.float64).items():
@@ -193,9 +197,11 @@ def test_saves_x_fc1_output_and_index_lists_only(device):
     assert per_pair <= 12 * R, "index lists: 4 bytes a row, 4 a pair, and the given ids"
 
 
-def test_recompute_fc1(device, nan_filled):
+@pytest.mark.parametrize("bias", [False, True])
+def test_recompute_fc1(device, bias, nan_filled):
     """Saves x, routing and probabilities only; the same results, bit for bit."""
-    case = Case(40, 64, 48, 4, 2, "recompute fc1", dropped=0.2)
+    activation = GPT_OSS if bias else "swiglu"
+    case = Case(40, 64, 48, 4, 2, "recompute fc1", activation, bias, dropped=0.2)
     want = check(case, device, torch.bfloat16)
     got = check(case, device, torch.bfloat16, recompute_fc1=True)
     for name in want:
@@ -204,9 +210,13 @@ def test_recompute_fc1(device, nan_filled):
     ids, probs = routing(case, device)
     t = operands(case, device, torch.bfloat16)
     args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
-    given, saved = {a.data_ptr() for a in (*args, probs)}, []
+    biases = {name: t[name] for name in t if name.endswith("bias")}
+    given, saved = {a.data_ptr() for a in (*args, *biases.values(), probs)}, []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
-        moeblaze_experts(*args, topk_indices=ids, topk_probs=probs, recompute_fc1=True)
+        moeblaze_experts(
+            *args, **biases, topk_indices=ids, topk_probs=probs, recompute_fc1=True,
+            activation=activation,
+        )  # fmt: skip
     assert [s.shape for s in saved if s.data_ptr() not in given] == [(case.T * case.K,)]
 
 
@@ -241,6 +251,42 @@ def test_frozen_operands(device):
         ).equal(out)
 
 
+@pytest.mark.parametrize("name", ["fc1_bias", "fc2_bias"])
+def test_one_bias_alone_and_the_rest_frozen(device, name, nan_filled):
+    case = Case(30, 32, 32, 4, 2, "one bias", bias=True)
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    args = (t["x"], t["fc1_weight"], t["fc2_weight"])
+    other = {"fc1_bias": "fc2_bias", "fc2_bias": "fc1_bias"}[name]
+    t[other].zero_()
+    both = check_biases(t, ids, probs)
+    leaf = t[name].requires_grad_()
+    out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs, **{name: leaf})
+    out.backward(t["grad_output"])
+    assert torch.equal(out, both["output"]) and torch.equal(leaf.grad, both[f"grad_{name}"])
+
+
+def check_biases(tensors, ids, probs):
+    def layer(*operands, **biases):
+        return moeblaze_experts(*operands[:3], topk_indices=ids, topk_probs=operands[3], **biases)
+
+    return run(layer, tensors, probs)
+
+
+def test_probabilities_see_the_bias_of_fc2(device):
+    """Through fc2's bias alone: output = prob * bias, and grad_prob = grad_output . bias."""
+    x, w1, w2 = torch.zeros(2, 16), torch.ones(2, 32, 16), torch.ones(2, 16, 16)
+    bias = torch.arange(32.0).view(2, 16)
+    x, w1, w2, bias = (t.to(device) for t in (x, w1, w2, bias))
+    ids = torch.tensor([[0, 1], [1, -1]], device=device)
+    probs = torch.tensor([[0.5, 2.0], [3.0, 9.0]], device=device, requires_grad=True)
+    out = moeblaze_experts(x, w1, w2, fc2_bias=bias, topk_indices=ids, topk_probs=probs)
+    assert torch.equal(out[0], 0.5 * bias[0] + 2 * bias[1]) and torch.equal(out[1], 3 * bias[1])
+    out.sum().backward()
+    sums = bias.sum(1).tolist()
+    assert probs.grad.tolist() == [sums, [sums[1], 0]]
+
+
 def main_grads(tensors, value):
     for name in ("fc1_weight", "fc2_weight"):
         weight = tensors[name].requires_grad_()
@@ -251,17 +297,19 @@ def main_grads(tensors, value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled, copied_wgrads):
     """Added into main_grad in fp32, untouched for an empty expert; a placeholder is returned."""
-    case = Case(40, 64, 32, 4, 2, "main_grad")
+    case = Case(40, 64, 32, 4, 2, "main_grad", bias=True)
     if device == "cuda":
-        case = Case(3000, 1024, 384, 6, 3, "main_grad at size")
+        case = Case(3000, 1024, 384, 6, 3, "main_grad at size", bias=True)
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
     plain = check(case, device, dtype)
     main_grads(tensors, 0.5)
     args = [tensors[n] for n in ("x", "fc1_weight", "fc2_weight")]
+    biases = {n: tensors[n].requires_grad_() for n in ("fc1_bias", "fc2_bias")}
     for _ in range(2):
         moeblaze_experts(
             *args,
+            **biases,
             topk_indices=ids,
             topk_probs=probs,
             gradient_accumulation_fusion=True,
@@ -275,6 +323,8 @@ def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled
         assert (grad - want).norm() <= rounding * want.norm()
         assert (weight.main_grad[-1] == 0.5).all(), "the last expert has no tokens"
         assert weight.grad_added_to_main_grad and weight.grad is not None
+    for name, bias in biases.items():  # as Megatron's linears: `grad`, for DDP to add
+        assert torch.equal(bias.grad, 2 * plain[f"grad_{name}"])
 
 
 def test_nan_stays_visible(device):
@@ -287,6 +337,8 @@ def test_nan_stays_visible(device):
     out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs)
     rows = out.isnan().any(1).nonzero().flatten().tolist()
     assert rows == [3, 5]
+    clamped = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs, activation=GPT_OSS)
+    assert torch.equal(clamped.isnan(), out.isnan())
     relu = (t["x"], t["fc1_weight"][:, :32].contiguous(), t["fc2_weight"])
     out = moeblaze_experts(*relu, topk_indices=ids, topk_probs=probs, activation="squared_relu")
     assert out.isnan().any(1).nonzero().flatten().tolist() == [3, 5]
@@ -355,13 +407,14 @@ def test_checkpoint_and_non_contiguous_weights(device, use_reentrant):
 
 
 def test_autocast(device):
-    case = Case(30, 32, 32, 4, 2, "autocast")
+    case = Case(30, 32, 32, 4, 2, "autocast", bias=True)
     ids, probs = routing(case, device)
     t = operands(case, device, torch.float32)
-    args = (t["x"], t["fc1_weight"], t["fc2_weight"])
+    del t["grad_output"]
     with torch.autocast(device, torch.bfloat16):
-        out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs)
-    half = moeblaze_experts(*(a.bfloat16() for a in args), topk_indices=ids, topk_probs=probs)
+        out = moeblaze_experts(**t, topk_indices=ids, topk_probs=probs)
+    half = {name: tensor.bfloat16() for name, tensor in t.items()}
+    half = moeblaze_experts(**half, topk_indices=ids, topk_probs=probs)
     assert out.dtype is torch.bfloat16 and torch.equal(out, half)
 
 
@@ -388,6 +441,15 @@ BAD = {
     "fc1_weight has shape": dict(fc1_weight=torch.zeros(4, 32, 32)),
     "fc2_weight is torch.bfloat16": dict(fc2_weight=torch.zeros(4, 32, 32).bfloat16()),
     "activation='relu6'": dict(activation="relu6"),
+    "activation=7 is neither": dict(activation=7),
+    "fc1_bias has shape": dict(fc1_bias=torch.zeros(4, 32)),
+    "fc2_bias has shape": dict(fc2_bias=torch.zeros(5, 32)),
+    "fc2_bias is torch.bfloat16, but": dict(fc2_bias=torch.zeros(4, 32).bfloat16()),
+    "clamp must be above 0": dict(activation=Activation("swiglu", clamp=0.0)),
+    "offset must be finite": dict(activation=Activation("swiglu", offset=float("nan"))),
+    "clamp and offset go with": dict(
+        activation=Activation("silu", offset=1.0), fc1_weight=torch.zeros(4, 32, 32)
+    ),
     "x is torch.int32": dict(x=torch.zeros(8, 32, dtype=torch.int32)),
     "topk_probs has shape": dict(topk_probs=torch.ones(8, 3)),
     "topk_probs is torch.int64": dict(topk_probs=torch.ones(8, 2).long()),

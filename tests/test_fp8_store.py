@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import LARGE, Case, captured, expected, operands, routing, run
+from cases import GPT_OSS, LARGE, Case, captured, expected, operands, routing, run
 
 from moeblaze_megatron import IndexLists, index_lists_from_topk, moeblaze_experts
 from moeblaze_megatron.ops import experts, hopper, kernels, reference
@@ -108,10 +108,10 @@ def test_every_code_comes_back(ops, device):
 
 
 def layer_of(ids, activation, **options):
-    def layer(x, fc1_weight, fc2_weight, p):
+    def layer(x, fc1_weight, fc2_weight, p, **biases):
         return moeblaze_experts(
             x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=activation,
-            **options,
+            **biases, **options,
         )  # fmt: skip
 
     return layer
@@ -145,6 +145,7 @@ CASES = [
     Case(20, 100, 36, 4, 2, "blocks across gate and up, and padding", dropped=0.2),
     Case(20, 32, 40, 4, 2, "silu", activation="silu"),
     Case(20, 32, 40, 4, 2, "squared relu", activation="squared_relu"),
+    Case(20, 32, 40, 4, 2, "clamp, offset and biases", activation=GPT_OSS, bias=True),
 ]
 
 

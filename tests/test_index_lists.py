@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from moeblaze_megatron import Activation
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.index_lists import IndexLists, _scan_kernel, _tiles_kernel, max_tiles
 from moeblaze_megatron.ops.tiles import BLOCK_R
@@ -94,6 +96,10 @@ def test_combine_example(ops, device):
     lists = replace(lists, token_index_map=ints([[1, 3], [0, -1]], device))
     rows = torch.tensor([[10.0], [20.0], [30.0], [40.0]], device=device)
     assert ops.combine(rows, lists, rows.new_empty(2, 1), 0).tolist() == [[60], [10]]
+    biased = replace(lists, token_expert_indices=ints([[0, 1], [0, -1]], device))
+    bias, probs = torch.tensor([[2.0], [4.0]], device=device), torch.full((4,), 0.5, device=device)
+    out = ops.combine(rows, biased, rows.new_empty(2, 1), 0, bias, probs)
+    assert out.tolist() == [[63], [11]]
     wide = ops.combine(rows, lists, rows.new_full((2, 3), 7.0), 1)
     assert wide.tolist() == [[7, 60, 7], [7, 10, 7]], "only its own column"
 
@@ -115,7 +121,7 @@ def one_row(ops, device) -> IndexLists:
 def test_activation_backward_example(ops, device):
     fc1_output, grad_act, prob = (torch.tensor([[v]], device=device) for v in (3.0, 2.0, 0.5))
     grad, act, grad_prob = ops.activation_backward(
-        grad_act, fc1_output, prob[0], one_row(ops, device), "squared_relu"
+        grad_act, fc1_output, prob[0], one_row(ops, device), Activation("squared_relu")
     )
     assert (act.item(), grad.item(), grad_prob.item()) == (4.5, 6, 18)
     assert grad is fc1_output and act is grad_act, "in place"
@@ -129,16 +135,60 @@ def test_swiglu_example(ops, device):
         fc1_output.to(device),
         torch.tensor([1.0], device=device),
         one_row(ops, device),
-        "swiglu",
+        Activation("swiglu"),
     )
     assert (grad.tolist(), act.item(), grad_prob.item()) == ([[3, 0]], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "factor"), [(9, 9, 8), (9, -9, -6), (7, 7, 8), (7, -7, -6), (-9, 0, 1)]
+)
+def test_clamp_and_offset_example(ops, device, gate, up, factor):
+    """Clamp 7, offset 1: gradients pass up to 7 itself, and a gate has no lower bound."""
+    fc1_output = torch.tensor([[gate, up]], dtype=torch.float32, device=device)
+    value, slope = torch.autograd.functional.vjp(F.silu, torch.tensor(float(min(gate, 7))))
+    grad, act, grad_prob = ops.activation_backward(
+        torch.ones(1, 1, device=device),
+        fc1_output,
+        torch.ones(1, device=device),
+        one_row(ops, device),
+        Activation("swiglu", clamp=7.0, offset=1.0),
+    )
+    want = torch.tensor([[slope * factor * (gate <= 7), value * (abs(up) <= 7)]], device=device)
+    torch.testing.assert_close(grad, want)
+    torch.testing.assert_close(act, value.view(1, 1).to(device) * factor)
+    assert grad_prob.item() == act.item()
+
+
+def test_bias_examples(ops, device):
+    """The gradient of a bias by rows and by tokens, and of the probabilities."""
+    lists = ops.index_lists(ints([[0], [0], [1]], device), 2)
+    grad, bias = torch.tensor([[1.0], [2.0], [3.0]], device=device), torch.zeros(2, 1).to(device)
+    assert ops.bias_grad(grad, lists, bias).flatten().tolist() == [3, 3]
+    probs = torch.full((3,), 2.0, device=device)
+    assert ops.bias_grad(grad, lists, bias, probs).flatten().tolist() == [6, 6]
+    empty = ops.index_lists(ints([[0], [-1], [-1]], device), 2)  # token 0 alone; row 1 not written
+    probs[1:] = grad[1:] = float("nan")
+    assert ops.bias_grad(grad, empty, bias, probs).flatten().tolist() == [2, 0]
+
+    lists = replace(
+        ops.index_lists(ints([[0, 1]], device), 2), token_index_map=ints([[1, 0]], device)
+    )
+    bias, grad_output = torch.tensor([[5.0], [7.0]]).to(device), torch.tensor([[2.0]]).to(device)
+    grad = torch.zeros(2, device=device)
+    assert ops.bias_grad_probs(grad_output, lists, bias, grad) is grad
+    assert grad.tolist() == [14, 10]
+    ops.bias_grad_probs(grad_output, lists, bias, grad)
+    assert grad.tolist() == [28, 20], "added to what is there"
 
 
 @pytest.mark.parametrize("save", [True, False])
 def test_fc1_example(ops, device, save):
     x, weight = column([3.0], device), scalars([2.0], device)
     prob = torch.tensor([0.5], device=device)
-    fc1_output, act = ops.fc1(x, weight, prob, one_row(ops, device), "squared_relu", save)
+    fc1_output, act = ops.fc1(
+        x, weight, prob, one_row(ops, device), Activation("squared_relu"), save
+    )
     assert torch.equal(act, column([18.0], device))
     assert torch.equal(fc1_output, column([6.0], device)) if save else fc1_output is None
 

@@ -40,6 +40,8 @@ class Trainer:
             overlap_grad_reduce=distributed,
             overlap_param_gather=distributed,
         )
+        for layer in gpt.decoder.layers:
+            m.let_biases_train(layer.mlp.experts)
         self.gpt = gpt
         model = Float16Module(config, gpt) if config.bf16 else gpt
         self.model = DistributedDataParallel(config, ddp, model)
@@ -114,19 +116,23 @@ def assert_trains_alike(runs, expected, dtype):
 PAIRS = [("alltoall", "moeblaze"), ("moeblaze", "alltoall"), ("moeblaze", "moeblaze")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["fp32", "bf16", "bf16, bias"],
+)
 @pytest.mark.parametrize(("saver", "loader"), PAIRS)
 @in_megatron
-def test_training_continues_from_a_checkpoint(saver, loader, dtype, tmp_path):
+def test_training_continues_from_a_checkpoint(saver, loader, dtype, bias, tmp_path):
     """Weights, master weights and moments arrive, and the losses go on as without a stop."""
-    fields = {"params_dtype": dtype, "bf16": dtype is torch.bfloat16}
+    fields = {"params_dtype": dtype, "bf16": dtype is torch.bfloat16, "add_bias_linear": bias}
     trainer = Trainer(saver, **fields)
     trainer.steps(0, 3)
     trainer.save(tmp_path / "checkpoint")
     resumed = Trainer(loader, seed=99, **fields)
     resumed.load(tmp_path / "checkpoint")
     for ours, theirs in zip(resumed.expert_tensors(), trainer.expert_tensors(), strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, theirs) and theirs.count_nonzero() > 0
     goes_on = torch.stack(resumed.steps(3, 6))
     expected = torch.stack(trainer.steps(3, 6))
     if saver == loader:
@@ -136,24 +142,32 @@ def test_training_continues_from_a_checkpoint(saver, loader, dtype, tmp_path):
 
 
 class GroupedLinear(torch.nn.Module):
-    """TEColumnParallelGroupedLinear's or TERowParallelGroupedLinear's weights and their shards.
+    """TEColumnParallelGroupedLinear's or TERowParallelGroupedLinear's parameters and their shards.
 
-    In the place of the real ones, which need Transformer Engine: a weight for each expert, each
-    with an extra state, in Megatron's format of a checkpoint without an expert axis in front.
+    In the place of the real ones, which need Transformer Engine: a weight and perhaps a bias for
+    each expert, each with an extra state, in Megatron's format of a checkpoint without an expert
+    axis in front.
     """
 
-    def __init__(self, weights, tp_axis, experts):
+    def __init__(self, tensors, axes, experts):
         super().__init__()
-        self.tp_axis, self.ep, self.tp = tp_axis, experts.ep_group, experts.tp_group
+        self.axes, self.ep, self.tp = axes, experts.ep_group, experts.tp_group
         self.dp = experts.dp_group
-        for e, weight in enumerate(weights):
-            self.register_parameter(f"weight{e}", torch.nn.Parameter(weight.clone()))
+        self.local = experts.num_local_experts
+        for kind, tensor in tensors.items():
+            for e, value in enumerate(tensor):
+                self.register_parameter(f"{kind}{e}", torch.nn.Parameter(value.clone()))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        entries, local = {}, len(list(self.parameters()))
-        for e, weight in enumerate(self.parameters()):
+        entries, local = {}, self.local
+        for e in range(local):
+            own = {
+                key.removesuffix(str(e)): parameter
+                for key, parameter in self.named_parameters()
+                if key in (f"weight{e}", f"bias{e}")
+            }
             expert, head, offsets = self.ep.rank() * local + e, "", sharded_offsets
             if metadata.get("singleton_local_shards"):
                 head = f"{expert}."
@@ -161,9 +175,9 @@ class GroupedLinear(torch.nn.Module):
                 axis = (len(sharded_offsets), expert, self.ep.size() * local)
                 offsets = (*sharded_offsets, axis)
             found = make_sharded_tensors_for_checkpoint(
-                {"weight": weight, "_extra_state": None},
+                own | {"_extra_state": None},
                 f"{head}{prefix}",
-                {"weight": self.tp_axis},
+                self.axes,
                 offsets,
                 tp_group=self.tp,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -183,9 +197,12 @@ def te_grouped_mlp(moe):
     torch.nn.Module.__init__(grouped)
     grouped.config, grouped.num_local_experts = ours.config, ours.num_local_experts
     grouped.ep_group, grouped.tp_group = ours.ep_group, ours.tp_group
-    weights = m.expert_tensors(ours)
-    grouped.linear_fc1 = GroupedLinear(weights["linear_fc1"], 0, ours)
-    grouped.linear_fc2 = GroupedLinear(weights["linear_fc2"], 1, ours)
+    tensors = m.expert_tensors(ours)
+    for name, axes in (("linear_fc1", {"weight": 0, "bias": 0}), ("linear_fc2", {"weight": 1})):
+        own = {"weight": tensors[name]}
+        if f"{name} bias" in tensors:
+            own["bias"] = tensors[f"{name} bias"]
+        setattr(grouped, name, GroupedLinear(own, axes, ours))
     return grouped
 
 
@@ -212,11 +229,12 @@ def assert_same_shards(theirs, gate=True, singleton=False, **fields):
                 found[place] = (value.replica_id, None, None)
         return found
 
-    moe = m.layer(gated_linear_unit=gate, **fields)
-    if theirs == "TEGroupedMLP":
-        stock = te_grouped_mlp(moe)
-    else:
-        stock = m.layer("alltoall", gated_linear_unit=gate, **fields).experts
+    def layer(dispatcher):
+        moe = m.layer(dispatcher, gated_linear_unit=gate, **fields)
+        return m.draw_biases(moe) if fields.get("add_bias_linear") else moe
+
+    moe = layer("moeblaze")
+    stock = te_grouped_mlp(moe) if theirs == "TEGroupedMLP" else layer("alltoall").experts
     ours, expected = shards(moe.experts), shards(stock)
     assert ours.keys() == expected.keys()
     for place, (replica_id, shape, data) in expected.items():
@@ -227,9 +245,10 @@ def assert_same_shards(theirs, gate=True, singleton=False, **fields):
 @pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
 @pytest.mark.parametrize("singleton", [False, True], ids=["expert axis", "expert in key"])
 @pytest.mark.parametrize("theirs", ["SequentialMLP", "TEGroupedMLP"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @in_megatron
-def test_same_keys_and_shapes(theirs, gate, singleton):
-    assert_same_shards(theirs, gate, singleton)
+def test_same_keys_and_shapes(theirs, gate, singleton, bias):
+    assert_same_shards(theirs, gate, singleton, add_bias_linear=bias)
 
 
 @in_megatron
@@ -257,24 +276,28 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_megatron
-def test_plain_state_dict_of_any_layout_loads(layout):
-    source, target = m.layer().experts, m.layer().experts
+def test_plain_state_dict_of_any_layout_loads(layout, bias):
+    source, target = (m.layer(add_bias_linear=bias).experts for _ in range(2))
     state = {"linear_fc1._extra_state": None, "local_experts.3.linear_fc2._extra_state": b""}
     for name, weight in m.expert_tensors(source).items():
         for e in range(m.E):
             value = weight if layout == "moeblaze" else weight[e]
-            state[LAYOUTS[layout].format(e, name)] = value + 1
+            linear, _, kind = name.partition(" ")
+            key = LAYOUTS[layout].format(e, linear)
+            state[key.replace("weight", kind or "weight")] = value + 1
     target.load_state_dict(state)
     for name, weight in m.expert_tensors(target).items():
         assert torch.equal(weight, m.expert_tensors(source)[name] + 1)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @in_megatron
-def test_plain_state_dict_is_sequential_mlps_both_ways():
+def test_plain_state_dict_is_sequential_mlps_both_ways(bias):
     """Its keys, its tensors; each loads the other's, strictly, in the whole layer."""
-    ours, theirs = m.layer(), m.layer("alltoall")
+    ours, theirs = (m.layer(name, add_bias_linear=bias) for name in ("moeblaze", "alltoall"))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for key, value in theirs.state_dict().items():
         loaded = ours.state_dict()[key]
@@ -289,8 +312,9 @@ def test_plain_state_dict_is_sequential_mlps_both_ways():
             assert torch.equal(weight, expected[name])
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @in_megatron
-def test_plain_state_dict_in_the_place_of_te_grouped_mlp():
+def test_plain_state_dict_in_the_place_of_te_grouped_mlp(bias):
     """Where Transformer Engine's spec would build TEGroupedMLP: the keys of its two linears."""
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -300,7 +324,8 @@ def test_plain_state_dict_in_the_place_of_te_grouped_mlp():
     def experts():
         m.seed()
         grouped = experts_class(TEGroupedMLP)
-        return grouped(m.E, m.config(), pg_collection=get_default_pg_collection())
+        config = m.config(add_bias_linear=bias)
+        return grouped(m.E, config, pg_collection=get_default_pg_collection())
 
     source, target = experts(), experts()
     state = {
@@ -310,7 +335,7 @@ def test_plain_state_dict_in_the_place_of_te_grouped_mlp():
         f"{name}.{key}"
         for name in ("linear_fc1", "linear_fc2")
         for key in ("_extra_state", *(f"weight{e}" for e in range(m.E)))
-    }
+    } | {f"linear_fc{i}.bias{e}" for i in (1, 2) for e in range(m.E) if bias}
     target.load_state_dict(state, strict=True)
     for name, weight in m.expert_tensors(target).items():
         assert torch.equal(weight, m.expert_tensors(source)[name] + 1)
@@ -329,9 +354,18 @@ def test_plain_state_dict_with_another_number_of_experts_is_refused(layout, expe
         for name, weight in m.expert_tensors(moe.experts).items()
         for e in range(experts)
     }
-    message = "size mismatch" if layout == "moeblaze" else f"not the weights of {m.E} experts"
+    message = "size mismatch" if layout == "moeblaze" else f"not the parameters of {m.E} experts"
     with pytest.raises(RuntimeError, match=message):
         moe.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["lost", "missing"])
+@in_megatron
+def test_plain_state_dict_with_or_without_biases_is_refused(bias):
+    """Biases that a checkpoint has and the model not, or the other way round."""
+    source, target = (m.layer(add_bias_linear=has) for has in (not bias, bias))
+    with pytest.raises(RuntimeError, match=f"not the parameters of {m.E} experts"):
+        target.load_state_dict(source.state_dict(), strict=False)
 
 
 @in_megatron

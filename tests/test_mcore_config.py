@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mcore_worker as m
 import pytest
+import torch
 from mcore_worker import in_megatron
 
 from moeblaze_megatron.mcore import unsupported_reasons
@@ -13,10 +14,6 @@ from moeblaze_megatron.mcore.config import ARGUMENTS, SETTINGS, unsupported_argu
 REFUSED = {
     "expert_gtp_weight_remat_size": 2,
     "moe_extended_tp": True,
-    "add_bias_linear": True,
-    "moe_apply_probs_on_input": True,
-    "activation_func_clamp_value": 7.0,
-    "glu_linear_offset": 1.0,
     "moe_mlp_glu_interleave_size": 32,
     "use_te_activation_func": True,
     "fp8": "hybrid",
@@ -43,6 +40,16 @@ REFUSED = {
 REFUSED_TOGETHER = {
     "activation": {"activation_func": len},
     "activation, gate": {"gated_linear_unit": False, "activation_func": "quick_gelu"},
+    "clamp": {"activation_func_clamp_value": -7.0},
+    "endless clamp": {"activation_func_clamp_value": float("inf")},
+    "probs on input": {"moe_apply_probs_on_input": True, "moe_router_topk": 2},
+    "bias, expert TP": {"add_bias_linear": True, "expert_tensor_parallel_size": 2},
+    "bias on padded rows": {
+        "add_bias_linear": True,
+        "moe_apply_probs_on_input": True,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_router_topk": 1,
+    },
     "experts": {"num_moe_experts": 1025},
     "topk": {"moe_router_topk": 33},
     "topk above experts": {"moe_router_topk": 32},
@@ -92,6 +99,13 @@ ACCEPTED = {
     "uneven sequences": {"variable_seq_lengths": True, "expert_model_parallel_size": 2},
     "expert parallel": {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
     "router of its own dtype": {"moe_router_dtype": "fp64"},
+    "bias": {"add_bias_linear": True},
+    "probs on input": {
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
+    "clamp": {"activation_func_clamp_value": 7.0},
     "shared expert": {"moe_shared_expert_intermediate_size": 32},
     "shared expert, overlapped": {
         "moe_shared_expert_intermediate_size": 32,
@@ -131,6 +145,8 @@ def test_refused_combination(case):
         "moe_shared_expert_intermediate_size",
         "recompute_granularity",
     }
+    if case == "bias on padded rows":
+        named -= {"moe_router_topk"}
     assert all(field in reason for field in named)
 
 
@@ -155,33 +171,41 @@ def test_accepted(case):
 @in_megatron
 def test_every_activation_has_its_name():
     import torch.nn.functional as F
-    from megatron.core.activations import squared_relu
+    from megatron.core import activations
+    from megatron.core.fusions import fused_bias_geglu
 
     from moeblaze_megatron import ACTIVATIONS
-    from moeblaze_megatron.mcore.config import activation_name
+    from moeblaze_megatron.mcore.config import activation_of
 
     cases = [(F.silu, True), (F.gelu, True), (F.silu, False), (F.gelu, False)]
-    cases.append((squared_relu, False))
-    names = [
-        activation_name(m.config(activation_func=func, gated_linear_unit=gate))
-        for func, gate in cases
-    ]
-    assert names == ["swiglu", "geglu", "silu", "gelu", "squared_relu"]
+    cases.append((activations.squared_relu, False))
+    cases += [(activations.quick_gelu, True), (fused_bias_geglu.quick_gelu, True)]
+    configs = [m.config(activation_func=func, gated_linear_unit=gate) for func, gate in cases]
+    names = [activation_of(config).name for config in configs]
+    assert names == ["swiglu", "geglu", "silu", "gelu", "squared_relu", *["quick_geglu"] * 2]
     assert set(names) == set(ACTIVATIONS)
+    for config in configs:
+        config.activation_func_clamp_value, config.glu_linear_offset = 7, 1
+        gated = config.gated_linear_unit
+        assert activation_of(config)[1:] == ((7.0, 1.0) if gated else (None, 0.0))
 
 
 @in_megatron
 def test_all_reasons_come_at_once():
     with pytest.raises(ValueError) as error:
-        m.config(add_bias_linear=True, moe_apply_probs_on_input=True, glu_linear_offset=1.0)
+        m.config(
+            activation_func=torch.nn.functional.relu,
+            moe_apply_probs_on_input=True,
+            use_te_activation_func=True,
+        )
     lines = str(error.value).splitlines()
     assert lines[0] == "moeblaze does not support:"
     assert [line.split("=")[0].strip() for line in lines[1:]] == [
-        "add_bias_linear",
+        "use_te_activation_func",
+        "activation_func",
         "moe_apply_probs_on_input",
-        "glu_linear_offset",
     ]
-    assert "--disable-bias-linear" in lines[1]
+    assert "--use-te-activation-func" in lines[1]
 
 
 @in_megatron
@@ -192,8 +216,8 @@ def test_experts_that_do_not_divide_by_ranks_are_refused_at_start_up():
 
 @in_megatron
 def test_other_dispatchers_and_dense_models_are_not_checked():
-    m.config("alltoall", add_bias_linear=True)
-    m.config(num_moe_experts=None, moe_ffn_hidden_size=None, add_bias_linear=True)
+    m.config("alltoall", moe_apply_probs_on_input=True)
+    m.config(num_moe_experts=None, moe_ffn_hidden_size=None, moe_apply_probs_on_input=True)
 
 
 @in_megatron
@@ -201,8 +225,8 @@ def test_layer_checks_a_config_changed_later():
     from moeblaze_megatron.mcore.experts import MoEBlazeExperts
 
     config = m.config()
-    config.add_bias_linear = True
-    with pytest.raises(ValueError, match="add_bias_linear=True"):
+    config.moe_apply_probs_on_input = True
+    with pytest.raises(ValueError, match="moe_apply_probs_on_input=True"):
         MoEBlazeExperts(m.E, config)
 
 
@@ -322,12 +346,12 @@ def test_fp8_input_store_and_recompute_are_refused_together():
 def test_command_line_reports_config_and_arguments_together():
     from megatron.training.arguments import core_transformer_config_from_args
 
-    args = parse("moeblaze")
+    args = parse("moeblaze --moe-apply-probs-on-input")
     args.optimizer = "muon"
     with pytest.raises(ValueError) as error:
         core_transformer_config_from_args(args)
     assert [line.split("=")[0].strip() for line in str(error.value).splitlines()[1:]] == [
-        "add_bias_linear",
+        "moe_apply_probs_on_input",
         "optimizer",
     ]
 

@@ -29,6 +29,25 @@ def squared_relu():
     return squared_relu
 
 
+def quick_gelu():
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return quick_gelu
+
+
+# fc1_output is about 0.1 here, so the clamp is, too.
+GPT_OSS = {
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 0.1,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+}
+ON_INPUT = {
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_apply_probs_on_input": True,
+}
+
 CASES = [
     Case("plain"),
     Case("one expert per token", {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
@@ -84,6 +103,36 @@ CASES = [
     Case("gelu", {"activation_func": F.gelu, "gated_linear_unit": False}),
     Case("squared relu", {"activation_func": squared_relu, "gated_linear_unit": False}),
     Case("fused activation of the others", {"bias_activation_fusion": True}),
+    Case("bias", {"add_bias_linear": True}),
+    Case("bias without a gate", {"add_bias_linear": True, "gated_linear_unit": False}),
+    Case("quick geglu", {"activation_func": quick_gelu}),
+    Case("quick geglu, clamp, offset, bias", GPT_OSS),
+    Case("the same, fused by the others", {**GPT_OSS, "bias_activation_fusion": True}),
+    Case("clamp of swiglu", {"activation_func_clamp_value": 0.1}),
+    Case("offset of geglu", {"activation_func": F.gelu, "glu_linear_offset": 0.5}),
+    Case(
+        "clamp and offset without a gate",
+        {
+            "gated_linear_unit": False,
+            "activation_func_clamp_value": 0.1,
+            "glu_linear_offset": 0.5,
+            "activation_func": F.gelu,
+        },
+    ),
+    Case("probs on input", ON_INPUT),
+    Case("probs on input, bias", {**ON_INPUT, "add_bias_linear": True}),
+    Case(
+        "probs on input, drops the last",
+        {**ON_INPUT, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    ),
+    Case(
+        "padded capacity, bias",
+        {
+            "add_bias_linear": True,
+            "moe_expert_capacity_factor": 0.75,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+    ),
     Case("ffn of its own size", {"ffn_hidden_size": 64}),
 ]
 
@@ -123,9 +172,14 @@ def empty_experts(moe, experts):
 
 def fields_of(case):
     fields = dict(case.fields)
-    if fields.get("activation_func") is squared_relu:
-        fields["activation_func"] = squared_relu()
+    if fields.get("activation_func") in (squared_relu, quick_gelu):
+        fields["activation_func"] = fields["activation_func"]()
     return fields
+
+
+def layer_of(dispatcher, fields):
+    layer = m.layer(dispatcher, **fields)
+    return m.draw_biases(layer) if fields.get("add_bias_linear") else layer
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -133,11 +187,11 @@ def fields_of(case):
 def test_layer_agrees_with_megatron(case):
     fields = fields_of(case)
     hidden_states, grad_output = inputs()
-    layers = {name: m.layer(name, **fields) for name in ("alltoall", "allgather", "moeblaze")}
+    layers = {name: layer_of(name, fields) for name in ("alltoall", "allgather", "moeblaze")}
     assert_same_weights(layers["moeblaze"], layers["alltoall"])
     wide = {**fields, "moe_router_dtype": None, "bias_activation_fusion": False}
     reference = m.forward_backward(
-        m.layer("alltoall", **wide).double(), hidden_states.double(), grad_output.double()
+        layer_of("alltoall", wide).double(), hidden_states.double(), grad_output.double()
     )
     results = {
         name: m.forward_backward(layer, hidden_states, grad_output)
@@ -235,16 +289,51 @@ def test_experts_take_the_latent_size():
     assert output.shape == (S, m.H // 2) and output.count_nonzero() > 0
 
 
+@in_megatron
+def test_biases_start_at_zero():
+    """As Megatron's, and the weights beside them start as Megatron's."""
+    ours, stock = (m.layer(name, add_bias_linear=True) for name in ("moeblaze", "alltoall"))
+    assert_same_weights(ours, stock)
+    assert ours.experts.linear_fc1.bias.shape == (m.E, 2 * m.F)
+    assert ours.experts.linear_fc2.bias.shape == (m.E, m.H)
+    for name in ("linear_fc1", "linear_fc2"):
+        assert getattr(ours.experts, name).bias.count_nonzero() == 0
+
+
+@in_megatron
+def test_probs_on_input_of_received_rows():
+    """Beside `token_expert_indices`, as expert parallelism has them: the same as of its own."""
+    from moeblaze_megatron import index_lists_from_topk
+    from moeblaze_megatron.mcore.experts import probs_on_input
+
+    ids = torch.tensor([[2], [-1], [0]])
+    x, dense = torch.randn(3, 4).bfloat16(), torch.rand(3, 5)
+    lists = index_lists_from_topk(ids, 5)
+    topk = dense.gather(1, ids.clamp(min=0))
+    for probs, is_dense in ((dense, True), (topk, False)):
+        out, ones = probs_on_input(x, probs, lists, dense=is_dense)
+        assert out.dtype is x.dtype and torch.equal(out, (topk * x.float()).bfloat16())
+        assert torch.equal(ones, torch.ones(3, 1))
+
+
 @pytest.mark.parametrize("gate", [True, False])
 @in_megatron
 def test_parameters_are_marked_as_megatrons(gate):
-    ours = m.layer("moeblaze", gated_linear_unit=gate).experts
-    stock = m.layer("alltoall", gated_linear_unit=gate).experts.local_experts[0]
+    fields = {"gated_linear_unit": gate, "add_bias_linear": True}
+    ours = m.layer("moeblaze", **fields).experts
+    stock = m.layer("alltoall", **fields).experts.local_experts[0]
     for name in ("linear_fc1", "linear_fc2"):
         weight, expected = getattr(ours, name).weight, getattr(stock, name).weight
         for attribute in ("allreduce", "tensor_model_parallel", "partition_stride"):
             assert getattr(weight, attribute) == getattr(expected, attribute), attribute
         assert weight.partition_dim == expected.partition_dim + 1
+        bias, expected = getattr(ours, name).bias, getattr(stock, name).bias
+        assert bias.allreduce == expected.allreduce
+        partitioned = hasattr(expected, "tensor_model_parallel")
+        assert hasattr(bias, "tensor_model_parallel") == partitioned == (name == "linear_fc1")
+        if partitioned:
+            assert bias.partition_stride == expected.partition_stride
+            assert bias.partition_dim == expected.partition_dim + 1
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "moeblaze"])

@@ -16,6 +16,7 @@ SIZES = {
     "moe_1b": "1.09",
     "mixtral_8x7b": "46.70",
     "qwen3_30b_a3b": "30.53",
+    "gpt_oss_like": "20.91",
     "deepseek_v3_like": "671.03",
 }
 
@@ -153,7 +154,7 @@ def test_layouts_that_do_not_fit_are_refused():
 
 MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8
     --moe-ffn-hidden-size 32 --seq-length 64 --micro-batch-size 1 --global-batch-size 8
-    --bf16 --swiglu""".split()
+    --bf16 --swiglu --disable-bias-linear""".split()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,15 @@ def test_impossible_runs_and_typos_are_refused(words, said):
     with pytest.raises(SystemExit, match="estimate: ") as error:
         estimate.main([*MODEL, *words.split()])
     assert said in str(error.value)
+
+
+def test_biases_and_quick_geglu_are_counted():
+    """Of fc1 and fc2 of each expert, and of attention's two linears; a gate like SwiGLU's."""
+    plain, _ = estimate.parser().parse_known_args(MODEL)
+    words = [word for word in MODEL if word not in ("--swiglu", "--disable-bias-linear")]
+    biased, _ = estimate.parser().parse_known_args([*words, "--quick-geglu"])
+    more = estimate.estimate(biased).parameters - estimate.estimate(plain).parameters
+    assert more == 2 * (8 * (2 * 32 + 64) + 3 * 64 + 64)
 
 
 def test_fp8_store_keeps_half():

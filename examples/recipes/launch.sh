@@ -22,9 +22,9 @@ fi
 
 TORCHRUN=(torchrun --nproc-per-node "$GPUS")
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
-    HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     TORCHRUN+=(--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"
-        --rdzv-endpoint "$HEAD:29500")
+        --rdzv-endpoint "${HEAD%%$'\n'*}:29500")
 elif ((NODES > 1)); then
     TORCHRUN+=(--nnodes "$NODES" --node-rank "${NODE_RANK:?the number of this node, from 0}"
         --master-addr "${MASTER_ADDR:?the address of node 0}" --master-port 29500)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from moeblaze_megatron.bench import expert_parallel, paper, plots
-from moeblaze_megatron.bench.kernels import kernel_calls
+from moeblaze_megatron.bench.kernels import KERNELS, kernel_calls
 from moeblaze_megatron.bench.measure import (
     MIB,
     MODES,
@@ -212,14 +212,18 @@ def run_kernels(arguments, report: dict) -> None:
     for title, shape in arguments.shapes:
         inputs = inputs_for(shape, getattr(torch, arguments.dtype), arguments.routing)
         work, calls = kernel_calls(shape, inputs)
+        if arguments.kernels:
+            calls = {name: calls[name] for name in calls if name in arguments.kernels}
         report[title] = time_calls(calls, arguments.steps)
-        print(f"\n{title}: T, H, F, E, K = {shape}\n{'kernel':20} {'ms':>8} {'p20..p80':>15}")
+        print(f"\n{title}: T, H, F, E, K = {shape}")
+        print(f"{'kernel':20} {'ms':>8} {'p20..p80':>15} {'rate':>16} {'of dense':>9}")
         for name, ms in report[title].items():
             amount, unit = work[name]
-            rate = f"{amount / ms['p50'] / 1e9:8.{0 if unit == 'TFLOP/s' else 2}f} {unit}"
-            print(
-                f"{name:20} {ms['p50']:8.3f} {ms['p20']:7.3f}-{ms['p80']:<7.3f} {rate}", flush=True
-            )
+            rate = f"{amount / ms['p50'] / 1e9:8.{0 if unit == 'TFLOP/s' else 2}f} {unit:7}"
+            ceiling = report[title].get(name.split(",")[0] + ", dense")
+            share = f"{ceiling['p50'] / ms['p50']:9.1%}" if ceiling else ""
+            spread = f"{ms['p20']:7.3f}-{ms['p80']:<7.3f}"
+            print(f"{name:20} {ms['p50']:8.3f} {spread} {rate} {share}".rstrip(), flush=True)
         del inputs, calls
         release()
 
@@ -364,6 +368,9 @@ def parser() -> argparse.ArgumentParser:
             add("--peers", nargs="+", metavar="PEER",
                 help=f"systems to run (default: {usual}); of {', '.join(PEERS)}; installed here: "
                 + ", ".join(installed()))  # fmt: skip
+        if name == "kernels":
+            add("--kernels", nargs="+", choices=KERNELS, metavar="KERNEL",
+                help=f"which (default: all); of {'; '.join(KERNELS)}")  # fmt: skip
         if name in ("layer", "scaling", "paper"):
             add("--plot", type=Path, metavar="DIR", help="write PNGs there; needs matplotlib")
         add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

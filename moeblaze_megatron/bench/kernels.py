@@ -4,9 +4,16 @@ from collections.abc import Callable
 
 import torch
 
-from moeblaze_megatron import GATED, index_lists_from_topk
+from moeblaze_megatron import Activation, index_lists_from_topk
 from moeblaze_megatron.bench.shapes import Inputs, Shape
 from moeblaze_megatron.ops.experts import kernels_for
+
+GEMMS = ("fc1", "fc2", "fc2 dgrad", "fc1 dgrad", "fc2 wgrad", "fc1 wgrad")
+KERNELS = (
+    *("index lists", "gather", "fc1", "fc1, copied rows", "fc2", "combine", "fc2 dgrad"),
+    *("activation backward", "fc1 dgrad", "fc2 wgrad", "fc2 wgrad, lookup", "fc1 wgrad"),
+    *("fc1 wgrad, lookup", *(f"{gemm}, dense" for gemm in GEMMS)),
+)
 
 
 def kernel_calls(
@@ -14,8 +21,8 @@ def kernel_calls(
 ) -> tuple[dict[str, tuple[float, str]], dict[str, Callable[[], object]]]:
     """Work (FLOPs or bytes, with the unit of its rate) and call, by kernel.
 
-    GEMMs run over all columns at once; a kernel that writes in place runs on its own output again,
-    which costs the same.
+    GEMMs run over all columns at once, beside one dense cuBLAS GEMM of the same FLOPs each; a
+    kernel that writes in place runs on its own output again, which costs the same.
     """
     x, fc1_weight, fc2_weight, probs = (leaf.detach() for leaf in inputs.leaves)
     kernels = kernels_for(x)
@@ -23,25 +30,26 @@ def kernel_calls(
     lists = index_lists_from_topk(inputs.topk_indices, shape.E)
     R, size = lists.max_rows, x.element_size()
     permuted_probs = kernels.permuted_probs(probs, lists, dense=False)
-    fc1_output, act = kernels.fc1(x, fc1_weight, permuted_probs, lists, shape.activation, True)
+    activation = Activation(shape.activation)
+    fc1_output, act = kernels.fc1(x, fc1_weight, permuted_probs, lists, activation, True)
     rows = kernels.gather(x, lists, x.new_empty(R, H), 0)
     output = torch.empty_like(x)
     grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
 
     fc1_flops, fc2_flops = 2 * R * H * shape.fc1_width, 2 * R * H * F
-    elements = F * (6 if shape.activation in GATED else 4)
+    elements = F * (6 if activation.gated else 4)
     calls = {
         "index lists": lambda: index_lists_from_topk(inputs.topk_indices, shape.E),
         "gather": lambda: kernels.gather(x, lists, rows, 0),
-        "fc1": lambda: kernels.fc1(x, fc1_weight, permuted_probs, lists, shape.activation, True),
+        "fc1": lambda: kernels.fc1(x, fc1_weight, permuted_probs, lists, activation, True),
         "fc1, copied rows": lambda: kernels.fc1(
-            rows, fc1_weight, permuted_probs, lists, shape.activation, True, gather=False
+            rows, fc1_weight, permuted_probs, lists, activation, True, gather=False
         ),
         "fc2": lambda: kernels.rows_gemm(act, fc2_weight, lists, rows, 0, False, True),
         "combine": lambda: kernels.combine(rows, lists, output, 0),
         "fc2 dgrad": lambda: kernels.rows_gemm(grad_output, fc2_weight, lists, act, 0, True, False),
         "activation backward": lambda: kernels.activation_backward(
-            act, fc1_output, permuted_probs, lists, shape.activation
+            act, fc1_output, permuted_probs, lists, activation
         ),
         "fc1 dgrad": lambda: kernels.rows_gemm(
             fc1_output, fc1_weight, lists, rows, 0, False, False
@@ -50,6 +58,15 @@ def kernel_calls(
         "fc2 wgrad, lookup": lambda: kernels.wgrad(grad_output, act, lists, grad_fc2, False, "a"),
         "fc1 wgrad": lambda: kernels.wgrad(fc1_output, rows, lists, grad_fc1, False),
         "fc1 wgrad, lookup": lambda: kernels.wgrad(fc1_output, x, lists, grad_fc1, False, "b"),
+    }
+    fc1, fc2 = fc1_weight[0], fc2_weight[0]
+    calls |= {
+        "fc1, dense": lambda: torch.mm(rows, fc1.t(), out=fc1_output),
+        "fc2, dense": lambda: torch.mm(act, fc2.t(), out=rows),
+        "fc2 dgrad, dense": lambda: torch.mm(rows, fc2, out=act),
+        "fc1 dgrad, dense": lambda: torch.mm(fc1_output, fc1, out=rows),
+        "fc2 wgrad, dense": lambda: torch.mm(rows.t(), act, out=grad_fc2[0]),
+        "fc1 wgrad, dense": lambda: torch.mm(fc1_output.t(), rows, out=grad_fc1[0]),
     }
     traffic = {
         "index lists": 4 * (2 * T * shape.K + R),

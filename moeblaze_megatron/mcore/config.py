@@ -4,11 +4,13 @@ Several of Megatron's own guards name the dispatchers they apply to and so pass 
 do not know; what they protect is checked here again.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 
+from moeblaze_megatron.ops.activation import Activation
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK
 
 
@@ -31,23 +33,7 @@ SETTINGS = (
         "--expert-tensor-parallel-num-weight-shards 1",
     ),
     Setting("moe_extended_tp", OFF, "leave out --moe-extended-tp"),
-    # What an expert computes; its activation is checked by _activation_reasons.
-    Setting("add_bias_linear", OFF, "experts have no bias yet, add --disable-bias-linear"),
-    Setting(
-        "moe_apply_probs_on_input",
-        OFF,
-        "probs multiply the activation, leave out --moe-apply-probs-on-input",
-    ),
-    Setting(
-        "activation_func_clamp_value",
-        (None,),
-        "activations are not clamped yet, leave out --activation-func-clamp-value",
-    ),
-    Setting(
-        "glu_linear_offset",
-        (None, 0.0),
-        "the gate has no offset yet, leave out --glu-linear-offset",
-    ),
+    # What an expert computes; activation, bias and probs: _activation_reasons, _bias_reasons.
     Setting(
         "moe_mlp_glu_interleave_size",
         (None,),
@@ -96,7 +82,7 @@ SETTINGS = (
     Setting(
         "moe_single_grouped_bias",
         OFF,
-        "experts have no bias yet, leave out --moe-single-grouped-bias",
+        "each linear has one bias already, leave out --moe-single-grouped-bias",
     ),
     Setting(
         "moe_use_grouped_tensor",
@@ -184,18 +170,31 @@ class UnsupportedSettings(ValueError):
         super().__init__("moeblaze does not support:\n  " + "\n  ".join(reasons))
 
 
-def activation_name(config: Any) -> str | None:
-    """The operator's name of the config's activation; None if it has none."""
+def activation_of(config: Any) -> Activation | None:
+    """The operator's activation for the config's; None if it has none.
+
+    Clamp and offset are of gated activations, and without a gate of no effect, as in Megatron.
+    """
+    from megatron.core import activations
     from megatron.core.activations import squared_relu
+    from megatron.core.fusions import fused_bias_geglu
 
     names = {
         (F.silu, True): "swiglu",
         (F.gelu, True): "geglu",
+        (activations.quick_gelu, True): "quick_geglu",
+        (fused_bias_geglu.quick_gelu, True): "quick_geglu",  # what --quick-geglu sets
         (F.silu, False): "silu",
         (F.gelu, False): "gelu",
         (squared_relu, False): "squared_relu",
     }
-    return names.get((config.activation_func, bool(config.gated_linear_unit)))
+    name = names.get((config.activation_func, bool(config.gated_linear_unit)))
+    if name is None or not config.gated_linear_unit:
+        return name and Activation(name)
+    clamp = config.activation_func_clamp_value
+    return Activation(
+        name, None if clamp is None else float(clamp), float(config.glu_linear_offset)
+    )
 
 
 def _table_reasons(settings: Any, table: tuple[Setting, ...]) -> Iterator[str]:
@@ -240,11 +239,40 @@ def _parallel_reasons(config: Any) -> Iterator[str]:
 
 
 def _activation_reasons(config: Any) -> Iterator[str]:
-    if activation_name(config) is None:
+    activation = activation_of(config)
+    if activation is None:
         func = getattr(config.activation_func, "__name__", repr(config.activation_func))
         yield (
             f"activation_func={func}, gated_linear_unit={config.gated_linear_unit}: use silu or "
-            "gelu with or without a gate (--swiglu), or --squared-relu"
+            "gelu with or without a gate (--swiglu), --quick-geglu, or --squared-relu"
+        )
+    elif activation.clamp is not None and not 0 < activation.clamp < math.inf:
+        yield (
+            f"activation_func_clamp_value={activation.clamp}: set --activation-func-clamp-value "
+            "above 0 and finite, or leave it out"
+        )
+
+
+def _bias_reasons(config: Any) -> Iterator[str]:
+    """Of biases and of probabilities on the input; the rest of what Megatron itself refuses."""
+    on_input, topk = config.moe_apply_probs_on_input, config.moe_router_topk
+    if on_input and topk != 1:
+        yield (
+            f"moe_apply_probs_on_input=True, moe_router_topk={topk}: a token has one input, set "
+            "--moe-router-topk 1 or leave out --moe-apply-probs-on-input"
+        )
+    if not config.add_bias_linear:
+        return
+    etp = getattr(config, "expert_tensor_parallel_size", None) or 1
+    if etp > 1:
+        yield (
+            f"add_bias_linear=True, expert_tensor_parallel_size={etp}: every rank would add the "
+            "bias, set --expert-tensor-parallel-size 1 or add --disable-bias-linear"
+        )
+    if on_input and config.moe_pad_expert_input_to_capacity:
+        yield (
+            "add_bias_linear=True, moe_apply_probs_on_input=True, moe_pad_expert_input_to_capacity="
+            "True: the bias is added to padded rows, leave out one of the three"
         )
 
 
@@ -300,6 +328,7 @@ def unsupported_reasons(config: Any) -> list[str]:
         *_size_reasons(config),
         *_parallel_reasons(config),
         *_activation_reasons(config),
+        *_bias_reasons(config),
         *_store_reasons(config),
         *_graph_reasons(config),
         *_overlap_reasons(config),

@@ -1,4 +1,4 @@
-"""The experts of a Megatron MoE layer: two 3-D weights and one call of the operator.
+"""The experts of a Megatron MoE layer: two 3-D weights, their biases, one call of the operator.
 
 E experts on this rank, H hidden size (or latent size), F ffn hidden size of one expert on this
 rank, W = 2F with a gate (gate half first), else F.
@@ -20,15 +20,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 from packaging.version import Version
 
-from moeblaze_megatron import GATED, IndexLists, moeblaze_experts
+from moeblaze_megatron import IndexLists, moeblaze_experts
 from moeblaze_megatron.mcore.checkpoint import (
     GROUPED,
     SEQUENTIAL,
     collect_expert_weights,
-    sharded_expert_weights,
+    extra_states,
+    sharded_expert_parameter,
     spread_expert_weights,
 )
-from moeblaze_megatron.mcore.config import activation_name, check_config
+from moeblaze_megatron.mcore.config import activation_of, check_config
 from moeblaze_megatron.ops import table
 
 
@@ -46,15 +47,18 @@ def reduced_with_experts(config: TransformerConfig) -> bool:
 
 
 class ExpertLinear(torch.nn.Module):
-    """Owner of one linear's weight of all local experts; calling it returns the weight.
+    """Owner of one linear's weight and bias of all local experts; calling it returns both.
 
     Megatron's DDP waits for a parameter that is still being gathered (--overlap-param-gather) in
     a forward pre-hook of the module that owns it, so the owner has to be called.
 
-    The weight has the attributes of Megatron's own expert linears. `partition_dim` counts the
+    Both have the attributes of Megatron's own expert linears. `partition_dim` counts the
     dimensions of this weight, the expert dimension included, since its readers (resharding)
     index the weight's shape with it; the optimizer, clipping and the parameter count read only
-    `tensor_model_parallel` and `allreduce`.
+    `tensor_model_parallel` and `allreduce`. The bias, [E, rows of a weight] and zero at first, is
+    partitioned where the weight's rows are. Otherwise it has none of these attributes, nor
+    `sequence_parallel`, which Megatron's RowParallelLinear gives it: for an expert its gradient
+    would be summed over TP a second time.
     """
 
     def __init__(
@@ -76,6 +80,15 @@ class ExpertLinear(torch.nn.Module):
         )
         set_tensor_model_parallel_attributes(self.weight, True, partition_dim, partition_stride)
         self.weight.allreduce = not reduced_with_experts(config)
+        self.bias = None
+        if config.add_bias_linear:
+            make = torch.zeros if config.perform_initialization else torch.empty
+            self.bias = torch.nn.Parameter(
+                make(shape[:2], device=device, dtype=config.params_dtype)
+            )
+            if partition_dim == 1:
+                set_tensor_model_parallel_attributes(self.bias, True, 1, partition_stride)
+            self.bias.allreduce = self.weight.allreduce
 
     def initialize(self, expert: int) -> None:
         """Fills one expert's slice as Megatron's linear of that shape fills its weight."""
@@ -98,8 +111,22 @@ class ExpertLinear(torch.nn.Module):
             world_size=world_size,
         )
 
-    def forward(self) -> torch.Tensor:
-        return self.weight
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.weight, self.bias
+
+
+def probs_on_input(
+    x: torch.Tensor, probs: torch.Tensor, index_lists: IndexLists, dense: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x times the probability of its one expert, rounded to x's dtype, and ones [T, 1].
+
+    Args:
+        probs: [T, E] if `dense`, else [T, 1] beside `index_lists.token_expert_indices`.
+    """
+    if dense:
+        expert = index_lists.token_expert_indices.clamp(min=0).long()
+        probs = probs.gather(1, expert)
+    return (probs * x).to(x.dtype), torch.ones_like(probs)
 
 
 class MoEBlazeExperts(MegatronModule):
@@ -138,7 +165,7 @@ class MoEBlazeExperts(MegatronModule):
         table.use(getattr(config, "moeblaze_kernel_table", None))
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
-        self.activation = activation_name(config)
+        self.activation = activation_of(config)
         self.ep_group = pg_collection.ep
         self.tp_group = pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
@@ -146,7 +173,7 @@ class MoEBlazeExperts(MegatronModule):
 
         H = getattr(config, "moe_latent_size", None) or config.hidden_size
         F = config.moe_ffn_hidden_size // get_pg_size(self.tp_group)
-        halves = 2 if self.activation in GATED else 1
+        halves = 2 if self.activation.gated else 1
         self.linear_fc1 = ExpertLinear(
             (num_local_experts, halves * F, H), 1, halves, config.init_method, config, self.tp_group
         )
@@ -167,17 +194,25 @@ class MoEBlazeExperts(MegatronModule):
     def forward(
         self, x: torch.Tensor, index_lists: IndexLists, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """x [T, H] -> output [T, H] summed over the experts of this rank, and no bias.
+        """x [T, H] -> output [T, H] summed over the experts of this rank, bias and all, and None.
 
         probs [T, E] are the router's own or, of tokens from other ranks, [T, K] beside
         `index_lists.token_expert_indices`; with expert TP, output is this rank's part of the sum.
         """
         workspace = getattr(self.config, "moeblaze_workspace_mb", None)
+        fc1_weight, fc1_bias = self.linear_fc1()
+        fc2_weight, fc2_bias = self.linear_fc2()
+        form = "topk_probs" if self.receives else "probs"
+        if self.config.moe_apply_probs_on_input:
+            x, probs = probs_on_input(x, probs, index_lists, dense=not self.receives)
+            form = "topk_probs"
         output = moeblaze_experts(
             x,
-            self.linear_fc1(),
-            self.linear_fc2(),
-            **{"topk_probs" if self.receives else "probs": probs},
+            fc1_weight,
+            fc2_weight,
+            fc1_bias=fc1_bias,
+            fc2_bias=fc2_bias,
+            **{form: probs},
             index_lists=index_lists,
             activation=self.activation,
             gradient_accumulation_fusion=self.config.gradient_accumulation_fusion,
@@ -194,13 +229,16 @@ class MoEBlazeExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
         """Keys and global shapes of SequentialMLP and TEGroupedMLP, for either to load or save."""
-        return {
-            key: value
-            for name, linear in self.named_children()
-            for key, value in sharded_expert_weights(
-                linear.weight, name, prefix, sharded_offsets, metadata or {}, self
-            ).items()
-        }
+        entries = {}
+        for name, linear in self.named_children():
+            place = (name, prefix, sharded_offsets, metadata or {}, self)
+            for kind, parameter in linear.named_parameters():
+                key = f"{prefix}{name}.{kind}"
+                entries[key] = sharded_expert_parameter(
+                    parameter, kind, linear.weight.partition_stride, *place
+                )
+            entries |= extra_states(*place)
+        return entries
 
 
 class MoEBlazeGroupedExperts(MoEBlazeExperts):

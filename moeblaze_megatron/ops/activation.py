@@ -3,6 +3,8 @@
 R routed rows, F ffn hidden size; fc1_output is [R, 2F] (gate half first) when gated, else [R, F].
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,30 +13,79 @@ from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.launch import direct
 from moeblaze_megatron.ops.tiles import cdiv
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "quick_geglu")
 ACTIVATIONS = (*GATED, "silu", "gelu", "squared_relu")
+
+
+class Activation(NamedTuple):
+    """What an expert computes between its linears, for the operator and, whole, for the kernels.
+
+    f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset) when gated, else f(fc1_output).
+    gpt-oss is `Activation("quick_geglu", clamp=7.0, offset=1.0)`.
+
+    Attributes:
+        name: one of `ACTIVATIONS`.
+        clamp: None for none; for the `GATED` only.
+        offset: what is added to the half without f; for the `GATED` only.
+    """
+
+    name: str
+    clamp: float | None = None
+    offset: float = 0.0
+
+    @classmethod
+    def of(cls, activation: "str | Activation") -> "Activation":
+        """The activation of a name alone, or the one given."""
+        return cls(activation) if isinstance(activation, str) else activation
+
+    @property
+    def gated(self) -> bool:
+        return self.name in GATED
 
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
     """f(gate) * up when gated, else f(gate). swiglu: gate = 0, up = 3 -> 0"""
-    y, _ = _value_and_slope(gate, ACTIVATION)
-    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
-        y = y * up
+    y, _ = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+    if ACTIVATION.gated:
+        y = y * _factor(up, ACTIVATION)
     return y
+
+
+@triton.jit
+def _clamped_gate(gate, ACTIVATION: tl.constexpr):
+    """The gate, at most the clamp; NaN stays NaN. clamp 7: 9 -> 7, -9 -> -9"""
+    if ACTIVATION.clamp is not None:
+        gate = tl.where(gate > ACTIVATION.clamp, ACTIVATION.clamp, gate)
+    return gate
+
+
+@triton.jit
+def _factor(up, ACTIVATION: tl.constexpr):
+    """What multiplies f(gate). clamp 7, offset 1: 9 -> 8, -9 -> -6"""
+    if ACTIVATION.clamp is not None:
+        up = tl.where(up > ACTIVATION.clamp, ACTIVATION.clamp, up)
+        up = tl.where(up < -ACTIVATION.clamp, -ACTIVATION.clamp, up)
+    if ACTIVATION.offset != 0.0:
+        up = up + ACTIVATION.offset
+    return up
 
 
 @triton.jit
 def _value_and_slope(v, ACTIVATION: tl.constexpr):
     """f(v) and f'(v). squared_relu: v = 3 -> 9, 6"""
-    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
+    NAME: tl.constexpr = ACTIVATION.name
+    if NAME == "swiglu" or NAME == "silu":
         s = tl.sigmoid(v)
         return v * s, s * (1.0 + v * (1.0 - s))
-    elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
+    elif NAME == "quick_geglu":
+        s = tl.sigmoid(1.702 * v)
+        return v * s, s * (1.0 + 1.702 * v * (1.0 - s))
+    elif NAME == "geglu" or NAME == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(v * 0.7071067811865476))
         return v * cdf, cdf + v * 0.3989422804014327 * tl.exp(-0.5 * v * v)
     else:
-        tl.static_assert(ACTIVATION == "squared_relu")
+        tl.static_assert(NAME == "squared_relu")
         r = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return r * r, 2.0 * r
 
@@ -57,7 +108,7 @@ def _activation_backward_kernel(
 
     squared_relu, fc1_output = 3, prob = 0.5, grad_act = 2 -> act 4.5, grad 6, grad_prob 18
     """
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    GATED: tl.constexpr = ACTIVATION.gated
     WIDTH: tl.constexpr = 2 * F if GATED else F
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     R = tl.load(expert_token_offsets_ptr + E)
@@ -71,13 +122,18 @@ def _activation_backward_kernel(
         gate_ptr = fc1_output_ptr + row * WIDTH + f
         grad_act = tl.load(act_ptr, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(gate, ACTIVATION)
+        value, slope = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
         grad = grad_act * prob
         if GATED:
             up = tl.load(gate_ptr + F, mask=inside, other=0.0).to(tl.float32)
-            tl.store(gate_ptr + F, (grad * value).to(fc1_output_ptr.dtype.element_ty), mask=inside)
-            value *= up
-            grad *= up
+            grad_up = grad * value
+            if ACTIVATION.clamp is not None:
+                grad_up = tl.where(tl.abs(up) > ACTIVATION.clamp, 0.0, grad_up)
+                slope = tl.where(gate > ACTIVATION.clamp, 0.0, slope)
+            tl.store(gate_ptr + F, grad_up.to(fc1_output_ptr.dtype.element_ty), mask=inside)
+            factor = _factor(up, ACTIVATION)
+            value *= factor
+            grad *= factor
         tl.store(gate_ptr, (grad * slope).to(fc1_output_ptr.dtype.element_ty), mask=inside)
         tl.store(act_ptr, (value * prob).to(grad_act_ptr.dtype.element_ty), mask=inside)
         grad_prob += tl.sum(grad_act * value, 1)
@@ -89,7 +145,7 @@ def activation_backward(
     fc1_output: torch.Tensor,
     permuted_probs: torch.Tensor,
     lists: IndexLists,
-    activation: str,
+    activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Backward of act = prob * f(fc1_output), in place.
 

@@ -3,13 +3,14 @@
 T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R routed rows.
 """
 
+import math
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
 from moeblaze_megatron.ops import kernels, reference
-from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED
+from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED, Activation
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
 from moeblaze_megatron.ops.memory import layer_bytes, slice_columns
 from moeblaze_megatron.ops.table import Copy, configuration
@@ -138,32 +139,37 @@ def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
 
 
 class _Experts(torch.autograd.Function):
-    """output = combine(fc2(prob * f(fc1(gather(x))))); saves x, fc1_output and index lists."""
+    """output = combine(fc2(prob * f(fc1(gather(x)))), prob); saves x, fc1_output, index lists."""
 
     @staticmethod
     def forward(
-        ctx, x, fc1_weight, fc2_weight, probs, lists, dense, activation, fused, workspace_bytes,
-        recompute_fc1, fp8_store, differentiate,
+        ctx, x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias, lists, dense, activation, fused,
+        workspace_bytes, recompute_fc1, fp8_store, differentiate,
     ):  # fmt: skip
         x, fc1_weight, fc2_weight, probs = map(_packed, (x, fc1_weight, fc2_weight, probs))
+        fc1_bias, fc2_bias = (
+            bias if bias is None else bias.contiguous() for bias in (fc1_bias, fc2_bias)
+        )
         ops = kernels_for(x)
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
         workspace = workspace_bytes or sizes.forward_workspace
         permuted_probs = ops.permuted_probs(probs, lists, dense)
         save = differentiate and not recompute_fc1
         fc1_output, act = _fc1(
-            ops, x, fc1_weight, permuted_probs, lists, activation, save, workspace
+            ops, x, fc1_weight, fc1_bias, permuted_probs, lists, activation, save, workspace
         )
-        # output[t] = sum_k (act W2^T)[token_index_map[t, k]]
+        # output[t] = sum_k (act W2^T + prob b2)[token_index_map[t, k]]
         output = torch.empty_like(x)
         for h, rows in _slices(x, lists, workspace):
             ops.rows_gemm(act, fc2_weight, lists, rows, h, gather=False, transposed=True)
-            ops.combine(rows, lists, output, h)
+            ops.combine(rows, lists, output, h, fc2_bias, permuted_probs)
 
         if differentiate:
             del act, rows  # the copy in fp8 takes their place, beneath the peak
             stored = ops.quantize(fc1_output, lists) if fp8_store else (fc1_output,)
-            ctx.save_for_backward(x, fc1_weight, fc2_weight, probs, permuted_probs, *stored)
+            ctx.save_for_backward(
+                x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_bias, fc2_bias, *stored
+            )
             ctx.lists, ctx.dense, ctx.activation = lists, dense, activation
             ctx.fused, ctx.workspace_bytes, ctx.spent = fused, workspace_bytes, False
         return output
@@ -180,7 +186,9 @@ class _Experts(torch.autograd.Function):
                 "over the activations it saved; run forward again, or sum the losses first."
             )
         ctx.spent = True
-        x, fc1_weight, fc2_weight, probs, permuted_probs, *stored = ctx.saved_tensors
+        (
+            x, fc1_weight, fc2_weight, probs, permuted_probs, fc1_bias, fc2_bias, *stored
+        ) = ctx.saved_tensors  # fmt: skip
         lists, ops, given = ctx.lists, kernels_for(x), ctx.workspace_bytes
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
         fc1_output = stored[0]
@@ -191,11 +199,13 @@ class _Experts(torch.autograd.Function):
         elif fc1_output is None:  # recompute_fc1
             workspace = given or sizes.forward_workspace
             fc1_output = _fc1(
-                ops, x, fc1_weight, permuted_probs, lists, ctx.activation, True, workspace
+                ops, x, fc1_weight, fc1_bias, permuted_probs, lists, ctx.activation, True, workspace
             )[0]
-        needs_x, needs_fc1, needs_fc2, needs_probs = ctx.needs_input_grad[:4]
+        needs_x, needs_fc1, needs_fc2, needs_probs, needs_b1, needs_b2 = ctx.needs_input_grad[:6]
         grad_output = _packed(grad_output)
-        grad_x = grad_fc1 = grad_fc2 = grad_probs = None
+        grad_x = grad_fc1 = grad_fc2 = grad_probs = grad_b1 = grad_b2 = None
+        if needs_b2:  # grad_b2[e] = sum of prob * gather(grad_output)
+            grad_b2 = ops.bias_grad(grad_output, lists, fc2_bias, permuted_probs)
 
         # grad_act = gather(grad_output) W2
         ffn = fc2_weight.shape[2]
@@ -210,6 +220,8 @@ class _Experts(torch.autograd.Function):
             grad_act, fc1_output, permuted_probs, lists, ctx.activation
         )
         if needs_probs:
+            if fc2_bias is not None:  # grad_prob += gather(grad_output) . b2
+                ops.bias_grad_probs(grad_output, lists, fc2_bias, grad_permuted_probs)
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
         if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
             grad_fc2, into, accumulate = _grad_buffer(fc2_weight, ctx.fused[1])
@@ -222,6 +234,8 @@ class _Experts(torch.autograd.Function):
                 ops.wgrad(rows, act, lists, part, accumulate, side)
             del slices
         del rows, grad_act, act
+        if needs_b1:  # grad_b1[e] = sum of grad_fc1_output
+            grad_b1 = ops.bias_grad(grad_fc1_output, lists, fc1_bias)
         if needs_x:  # grad_x[t] = sum_k (grad_fc1_output W1)[token_index_map[t, k]]
             grad_x = torch.empty_like(x)
             for h, rows in _slices(x, lists, given or sizes.dgrad_workspace):
@@ -237,23 +251,24 @@ class _Experts(torch.autograd.Function):
                 part = into[:, :, h : h + rows.shape[1]]
                 side = "b" if rows is x else None
                 ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
-        return grad_x, grad_fc1, grad_fc2, grad_probs, *[None] * 8
+        return grad_x, grad_fc1, grad_fc2, grad_probs, grad_b1, grad_b2, *[None] * 8
 
 
 def _fc1(
     ops: ModuleType,
     x: torch.Tensor,
     fc1_weight: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
     permuted_probs: torch.Tensor,
     lists: IndexLists,
-    activation: str,
+    activation: Activation,
     save: bool,
     workspace_bytes: int,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """fc1_output = gather(x) W1^T, None unless `save`, and act = prob * f(fc1_output)."""
-    ffn = fc1_weight.shape[1] // (2 if activation in GATED else 1)
+    """fc1_output = gather(x) W1^T + b1, None unless `save`, and act = prob * f(fc1_output)."""
+    ffn = fc1_weight.shape[1] // (2 if activation.gated else 1)
     rows, gather = _rows_of(ops, x, lists, ffn, workspace_bytes)
-    return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather)
+    return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather, fc1_bias)
 
 
 def _slices(x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
@@ -325,8 +340,12 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(
-    x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
     """The operands with H and F padded by zeros to whole 16 bytes, which tensor descriptors need.
 
     Sizes of real models pass through untouched; others cost a copy of the operands.
@@ -335,22 +354,29 @@ def _aligned(
     unit = 16 // x.element_size()
     pad_h, pad_f = -H % unit, -ffn % unit
     if kernels_for(x) is reference or not (pad_h or pad_f):
-        return x, fc1_weight, fc2_weight
+        return x, fc1_weight, fc2_weight, fc1_bias, fc2_bias
     halves = fc1_weight.unflatten(1, (-1, ffn))
+    if fc1_bias is not None:
+        fc1_bias = F.pad(fc1_bias.unflatten(1, (-1, ffn)), (0, pad_f)).flatten(1)
+    if fc2_bias is not None:
+        fc2_bias = F.pad(fc2_bias, (0, pad_h))
     return (
         F.pad(x, (0, pad_h)),
         F.pad(halves, (0, pad_h, 0, pad_f)).flatten(1, 2),
         F.pad(fc2_weight, (0, pad_f, 0, pad_h)),
+        fc1_bias,
+        fc2_bias,
     )
 
 
 def _check_arguments(
-    x, fc1_weight, fc2_weight, probs, routing_map, topk, topk_indices, topk_probs, lists,
-    activation, fusion, workspace_bytes, recompute_fc1, fp8_store,
+    x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, probs, routing_map, topk, topk_indices,
+    topk_probs, lists, activation, fusion, workspace_bytes, recompute_fc1, fp8_store,
 ) -> None:  # fmt: skip
     """Raises one ValueError with everything that does not fit."""
     required = {"x": x, "fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
-    optional = {"probs": probs, "routing_map": routing_map, "topk_indices": topk_indices,
+    optional = {"fc1_bias": fc1_bias, "fc2_bias": fc2_bias, "probs": probs,
+                "routing_map": routing_map, "topk_indices": topk_indices,
                 "topk_probs": topk_probs}  # fmt: skip
     tensors = required | {name: value for name, value in optional.items() if value is not None}
     reasons = []
@@ -370,10 +396,13 @@ def _check_arguments(
             "moeblaze_experts wants x [T, H], fc1_weight [E, 2F or F, H] and fc2_weight [E, H, F]; "
             f"got {tuple(x.shape)}, {tuple(fc1_weight.shape)} and {tuple(fc2_weight.shape)}"
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if not isinstance(activation, str | Activation):
+        raise ValueError(f"activation={activation!r} is neither a name nor an Activation")
+    activation = Activation.of(activation)
+    if activation.name not in ACTIVATIONS:
+        raise ValueError(f"activation={activation.name!r} is not one of {', '.join(ACTIVATIONS)}")
     (T, H), (E, _, ffn) = x.shape, fc2_weight.shape
-    width = 2 * ffn if activation in GATED else ffn
+    width = 2 * ffn if activation.gated else ffn
     autocast = torch.is_autocast_enabled(x.device.type)
     dtypes = PROBS_DTYPES if kernels_for(x) is reference else DTYPES
 
@@ -387,13 +416,24 @@ def _check_arguments(
         reasons.append(f"H={H} and F={ffn} must be 1 or more")
     if x.dtype not in dtypes:
         reasons.append(f"x is {x.dtype}; use bf16, fp16 or fp32")
+    if activation.clamp is not None and not 0 < activation.clamp < math.inf:
+        reasons.append(f"{activation}: clamp must be above 0 and finite, or None")
+    if not math.isfinite(activation.offset):
+        reasons.append(f"{activation}: offset must be finite")
+    if not activation.gated and (activation.clamp is not None or activation.offset):
+        reasons.append(f"{activation}: clamp and offset go with {', '.join(GATED)}")
     expect("fc1_weight", fc1_weight, (E, width, H))
     expect("fc2_weight", fc2_weight, (E, H, ffn))
-    for name, weight in (("fc1_weight", fc1_weight), ("fc2_weight", fc2_weight)):
+    weights = {"fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
+    biases = {name: tensors[name] for name in ("fc1_bias", "fc2_bias") if name in tensors}
+    for name, bias in biases.items():
+        expect(name, bias, (E, width if name == "fc1_bias" else H))
+    for name, weight in (weights | biases).items():
         if not autocast and weight.dtype != x.dtype:
             reasons.append(f"{name} is {weight.dtype}, but x is {x.dtype}")
         elif weight.dtype not in dtypes:
             reasons.append(f"{name} is {weight.dtype}; use bf16, fp16 or fp32")
+    for name, weight in weights.items():
         if fusion and weight.requires_grad and torch.is_grad_enabled():
             grad = getattr(weight, "main_grad", None)
             if grad is None:
@@ -458,13 +498,15 @@ def moeblaze_experts(
     fc1_weight: torch.Tensor,
     fc2_weight: torch.Tensor,
     *,
+    fc1_bias: torch.Tensor | None = None,
+    fc2_bias: torch.Tensor | None = None,
     probs: torch.Tensor | None = None,
     routing_map: torch.Tensor | None = None,
     topk: int | None = None,
     topk_indices: torch.Tensor | None = None,
     topk_probs: torch.Tensor | None = None,
     index_lists: IndexLists | None = None,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     gradient_accumulation_fusion: bool = False,
     workspace_bytes: int | None = None,
     recompute_fc1: bool = False,
@@ -473,10 +515,10 @@ def moeblaze_experts(
 ) -> torch.Tensor:
     """Routed experts of an MoE layer without permuted token buffers (arXiv 2601.05296).
 
-    output[t] = sum over the experts e of t of W2[e] (prob[t, e] * f(W1[e] x[t])). Saved for
-    backward: x, W1 x (`fc1_output`, [R, 2F]) and index lists. Differentiable once in x, the
-    weights and the probabilities; a second backward through one graph is refused, since backward
-    writes over what forward saved. The routing comes in one of three forms:
+    output[t] = sum over the experts e of t of prob[t, e] * (W2[e] f(W1[e] x[t] + b1[e]) + b2[e]).
+    Saved for backward: x, W1 x + b1 (`fc1_output`, [R, 2F]) and index lists. Differentiable once in
+    x, weights, biases and probabilities; a second backward through one graph is refused, since
+    backward writes over what forward saved. The routing comes in one of three forms:
 
     * `probs` [T, E] and `routing_map` [T, E] bool, as Megatron's router returns them, with `topk`
       the most experts a token can have (default: counted, which waits for the device);
@@ -488,9 +530,11 @@ def moeblaze_experts(
         fc1_weight: [E, 2F, H], gate half first, for the `GATED` activations, else [E, F, H]; x's
             dtype.
         fc2_weight: [E, H, F]; x's dtype.
-        activation: one of `ACTIVATIONS`.
+        fc1_bias: [E, 2F] or [E, F]; x's dtype. Added before the activation.
+        fc2_bias: [E, H]; x's dtype. Weighted by the probability.
+        activation: one of `ACTIVATIONS`, or an `Activation`, which has a clamp and an offset too.
         gradient_accumulation_fusion: add the weight gradients into `weight.main_grad` and set
-            `weight.grad_added_to_main_grad`, as Megatron's linears do.
+            `weight.grad_added_to_main_grad`, as Megatron's linears do. Biases get `grad`.
         workspace_bytes: bound on the [R, columns] buffer through which fc2, its gradients and the
             combine work in column slices; at least 128 columns are taken. None fits it beneath the
             layer's own peak (`ops.memory`).
@@ -505,8 +549,9 @@ def moeblaze_experts(
         ValueError: naming every argument that does not fit.
     """
     _check_arguments(
-        x, fc1_weight, fc2_weight, probs, routing_map, topk, topk_indices, topk_probs, index_lists,
-        activation, gradient_accumulation_fusion, workspace_bytes, recompute_fc1, fp8_store,
+        x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, probs, routing_map, topk, topk_indices,
+        topk_probs, index_lists, activation, gradient_accumulation_fusion, workspace_bytes,
+        recompute_fc1, fp8_store,
     )  # fmt: skip
     E, T = fc1_weight.shape[0], x.shape[0]
     if index_lists is not None:
@@ -519,22 +564,25 @@ def moeblaze_experts(
         lists = index_lists_from_topk(topk_indices, E, check=check)
 
     fused = (fc1_weight, fc2_weight) if gradient_accumulation_fusion else (None, None)
+    operands = (x, fc1_weight, fc2_weight, fc1_bias, fc2_bias)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
+        operands = (operand if operand is None else operand.to(dtype) for operand in operands)
     H = x.shape[1]
-    x, fc1_weight, fc2_weight = _aligned(x, fc1_weight, fc2_weight)
+    x, fc1_weight, fc2_weight, fc1_bias, fc2_bias = _aligned(*operands)
     dense = topk_probs is None
-    differentiable = (x, fc1_weight, fc2_weight, probs if dense else topk_probs)
+    differentiable = (
+        x, fc1_weight, fc2_weight, probs if dense else topk_probs, fc1_bias, fc2_bias
+    )  # fmt: skip
     output = _Experts.apply(
         *differentiable,
         lists,
         dense,
-        activation,
+        Activation.of(activation),
         fused,
         workspace_bytes,
         recompute_fc1,
         fp8_store,
-        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable),
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable),
     )
     return output if output.shape[1] == H else output[:, :H]

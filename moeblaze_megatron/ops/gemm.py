@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moeblaze_megatron.ops import hopper
-from moeblaze_megatron.ops.activation import GATED, activate
+from moeblaze_megatron.ops.activation import Activation, activate
 from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.launch import descriptor, direct
 from moeblaze_megatron.ops.table import configuration
@@ -60,6 +60,7 @@ def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
 def _fc1_kernel(
     x_ptr,  # [T, H] when GATHER, else [R, H]
     fc1_weight_desc,  # [E, 2, F, H] when GATED, else [E, 1, F, H]
+    fc1_bias_ptr,  # [E, 2F] or [E, F], or None
     permuted_probs_ptr,  # [R]
     fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
     act_ptr,  # [R, F]
@@ -80,7 +81,7 @@ def _fc1_kernel(
     BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """act = prob * f(x W^T). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
+    """act = prob * f(x W^T + b). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
     tile, col = _tile_of_program(num_tiles, tl.cdiv(F, BLOCK_F), GROUP)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
@@ -107,8 +108,13 @@ def _fc1_kernel(
     inside = in_expert[:, None] & (f < F)[None, :]
     row = rows.to(tl.int64)[:, None]
     dtype = act_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = 2 * F if GATED else F
+    if fc1_bias_ptr is not None:
+        bias_ptrs = fc1_bias_ptr + expert.to(tl.int64) * WIDTH + f
+        gate += tl.load(bias_ptrs, mask=f < F, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptrs + F, mask=f < F, other=0.0).to(tl.float32)[None, :]
     if SAVE:
-        WIDTH: tl.constexpr = 2 * F if GATED else F
         out = fc1_output_ptr + row * WIDTH + f[None, :]
         tl.store(out, gate.to(dtype), mask=inside)
         if GATED:
@@ -123,27 +129,29 @@ def fc1(
     fc1_weight: torch.Tensor,
     permuted_probs: torch.Tensor,
     lists: IndexLists,
-    activation: str,
+    activation: Activation,
     save: bool,
     gather: bool = True,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """First linear of every expert with gather, activation and probability inside.
+    """First linear of every expert with gather, bias, activation and probability inside.
 
     Args:
         x: [T, H] when `gather` (rows are looked up by token), else [R, H].
         fc1_weight: [E, 2F, H] (gate half first) for a gated activation, else [E, F, H].
         permuted_probs: [R] fp32.
         save: whether backward will need fc1_output.
+        bias: [E, 2F] or [E, F], in x's dtype.
     Returns:
         fc1_output [R, 2F] or [R, F] (None unless `save`) and act [R, F], in x's dtype.
     """
-    gated = activation in GATED
+    gated = activation.gated
     E, width, H = fc1_weight.shape
     F = width // 2 if gated else width
     fc1_output = x.new_empty(lists.max_rows, width) if save else None
     act = x.new_empty(lists.max_rows, F)
     if lists.num_tiles and hopper.fits_fc1(x, F):
-        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather)
+        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather, bias)
         return fc1_output, act
     tile = configuration("fc1", x, F, H).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
@@ -151,6 +159,7 @@ def fc1(
         _fc1_kernel[(lists.num_tiles * cdiv(F, tile.cols),)](
             x,
             descriptor(weight, (1, 1, tile.cols, tile.depth)),
+            bias,
             permuted_probs,
             fc1_output,
             act,

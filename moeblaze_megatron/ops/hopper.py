@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeblaze_megatron.ops.activation import GATED
+from moeblaze_megatron.ops.activation import Activation
 from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.launch import descriptor, direct
 from moeblaze_megatron.ops.table import configuration
@@ -377,18 +377,41 @@ def _approximate(op: gl.constexpr, x):
 
 
 @gluon.jit
+def _clamped_gate(gate, ACTIVATION: gl.constexpr):
+    """As `activation._clamped_gate`."""
+    if ACTIVATION.clamp is not None:
+        gate = gl.where(gate > ACTIVATION.clamp, ACTIVATION.clamp, gate)  # NaN stays NaN
+    return gate
+
+
+@gluon.jit
+def _factor(up, ACTIVATION: gl.constexpr):
+    """As `activation._factor`."""
+    if ACTIVATION.clamp is not None:
+        up = gl.where(up > ACTIVATION.clamp, ACTIVATION.clamp, up)
+        up = gl.where(up < -ACTIVATION.clamp, -ACTIVATION.clamp, up)
+    if ACTIVATION.offset != 0.0:
+        up = up + ACTIVATION.offset
+    return up
+
+
+@gluon.jit
 def _activate(gate, up, ACTIVATION: gl.constexpr):
     """f(gate) * up when gated, else f(gate), as `activation.activate`."""
-    if ACTIVATION == "swiglu" or ACTIVATION == "silu":
+    NAME: gl.constexpr = ACTIVATION.name
+    gate = _clamped_gate(gate, ACTIVATION)
+    if NAME == "swiglu" or NAME == "silu":
         y = gate * _approximate("rcp", 1.0 + _approximate("ex2", gate * -1.4426950408889634))
-    elif ACTIVATION == "geglu" or ACTIVATION == "gelu":
+    elif NAME == "quick_geglu":
+        y = gate * _approximate("rcp", 1.0 + _approximate("ex2", gate * -2.4554669595930155))
+    elif NAME == "geglu" or NAME == "gelu":
         y = gate * (0.5 * (1.0 + gl.erf(gate * 0.7071067811865476)))
     else:
-        gl.static_assert(ACTIVATION == "squared_relu")
+        gl.static_assert(NAME == "squared_relu")
         r = gl.where(gate <= 0, 0.0, gate)  # NaN stays NaN
         y = r * r
-    if ACTIVATION == "swiglu" or ACTIVATION == "geglu":
-        y = y * up
+    if ACTIVATION.gated:
+        y = y * _factor(up, ACTIVATION)
     return y
 
 
@@ -440,8 +463,21 @@ def _write_act(
 
 
 @gluon.jit
+def _add_bias(acc, bias_ptr, f0, F: gl.constexpr, GATED: gl.constexpr):
+    """A tile plus its expert's bias [2F] or [F]; gated, its left half is gate and its right up."""
+    COLS: gl.constexpr = acc.shape[1]
+    n = gl.arange(0, COLS, gl.SliceLayout(0, acc.type.layout))
+    if GATED:
+        bias = gl.load(bias_ptr + f0 + gl.where(n < COLS // 2, n, F - COLS // 2 + n))
+    else:
+        bias = gl.load(bias_ptr + f0 + n, mask=f0 + n < F, other=0.0)
+    return acc + bias.to(gl.float32)[None, :]
+
+
+@gluon.jit
 def _multiply_fc1(
     half: gl.constexpr,
+    fc1_bias_ptr,  # [E, 2F] or [E, F], or None
     permuted_probs_ptr,  # [R]
     fc1_output_ptr,  # [R, 2F] or [R, F]
     fc1_output_desc,
@@ -486,6 +522,8 @@ def _multiply_fc1(
             )  # fmt: skip
             if used:
                 f0 = col * COLS
+                if fc1_bias_ptr is not None:
+                    acc = _add_bias(acc, fc1_bias_ptr + expert.to(gl.int64) * WIDTH, f0, F, GATED)
                 gate, up = acc, acc
                 if GATED:
                     gate, up = _halves(acc)
@@ -512,6 +550,7 @@ def _fc1_hopper_kernel(
     x_ptr,  # [T, H] when GATHER, else unused
     x_desc,  # [R, H] unless GATHER
     fc1_weight_desc,  # [E * 2F, H] or [E * F, H]
+    fc1_bias_ptr,  # [E, 2F] or [E, F], or None
     permuted_probs_ptr,  # [R]
     fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
     fc1_output_desc,
@@ -538,7 +577,7 @@ def _fc1_hopper_kernel(
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
-    """act = prob * f(x W^T). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
+    """act = prob * f(x W^T + b). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
     PARTS: gl.constexpr = 2 if GATED else 1
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_H], dtype)
@@ -554,19 +593,21 @@ def _fc1_hopper_kernel(
             (
                 _multiply_fc1,
                 (
-                    0, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
-                    x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
-                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
-                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES,
+                    0, fc1_bias_ptr, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr,
+                    act_desc, x_stages, weight_stages, buffers, empty, ready,
+                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
+                    num_cols, H, F, ACTIVATION, GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N,
+                    GROUP, STAGES,
                 ),
             ),
             (
                 _multiply_fc1,
                 (
-                    1, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr, act_desc,
-                    x_stages, weight_stages, buffers, empty, ready, expert_token_offsets_ptr,
-                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, H, F, ACTIVATION,
-                    GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N, GROUP, STAGES,
+                    1, fc1_bias_ptr, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr,
+                    act_desc, x_stages, weight_stages, buffers, empty, ready,
+                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
+                    num_cols, H, F, ACTIVATION, GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N,
+                    GROUP, STAGES,
                 ),
             ),
             (
@@ -603,21 +644,23 @@ def fc1(
     fc1_weight: torch.Tensor,
     permuted_probs: torch.Tensor,
     lists: IndexLists,
-    activation: str,
+    activation: Activation,
     fc1_output: torch.Tensor | None,
     act: torch.Tensor,
     gather: bool,
+    bias: torch.Tensor | None,
 ) -> None:
     """`gemm.fc1` into given buffers; fc1_output None is not saved."""
     E, width, H = fc1_weight.shape
     F = act.shape[1]
-    gated = activation in GATED
+    gated = activation.gated
     saved = act if fc1_output is None else fc1_output
     ring = configuration("fc1_hopper", x, F, H)
     _fc1_hopper_kernel[(_programs(x.device),)](
         x,
         None if gather else _descriptor(x, BLOCK_R, BLOCK_K),
         _descriptor(fc1_weight.view(E * width, H), BLOCK_N // 2 if gated else BLOCK_N, BLOCK_K),
+        bias,
         permuted_probs,
         saved,
         _descriptor(saved, HALF_R, WRITE_N),

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from moeblaze_megatron.ops.activation import GATED
+from moeblaze_megatron.ops.activation import Activation
 from moeblaze_megatron.ops.index_lists import IndexLists, max_tiles
 from moeblaze_megatron.ops.mxfp8 import SIZE
 from moeblaze_megatron.ops.tiles import BLOCK_R
@@ -19,18 +19,25 @@ from moeblaze_megatron.ops.tiles import BLOCK_R
 FUNCTIONS = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "quick_geglu": lambda v: v * torch.sigmoid(1.702 * v),
     "silu": F.silu,
     "gelu": F.gelu,
     "squared_relu": lambda v: F.relu(v).square(),
 }
 
 
-def activate(fc1_output: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(fc1_output: torch.Tensor, activation: str | Activation) -> torch.Tensor:
     """[..., 2F] (gate half first) or [..., F] -> [..., F]."""
-    if activation not in GATED:
-        return FUNCTIONS[activation](fc1_output)
+    activation = Activation.of(activation)
+    function, clamp = FUNCTIONS[activation.name], activation.clamp
+    if not activation.gated:
+        return function(fc1_output)
     gate, up = fc1_output.chunk(2, dim=-1)
-    return FUNCTIONS[activation](gate) * up
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    if activation.offset:
+        up = up + activation.offset
+    return function(gate) * up
 
 
 def moe_reference(
@@ -39,19 +46,27 @@ def moe_reference(
     fc2_weight: torch.Tensor,
     topk_indices: torch.Tensor,
     topk_probs: torch.Tensor,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
+    fc1_bias: torch.Tensor | None = None,
+    fc2_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole layer, differentiable by autograd, in x's dtype as eager torch computes it.
 
-    output[t] = sum over k of fc2[e] (prob[t, k] * f(fc1[e] x[t])) with e = topk_indices[t, k];
-    shapes as in `moeblaze_experts`.
+    output[t] = sum over k of W2[e] (prob[t, k] * f(W1[e] x[t] + b1[e])) + prob[t, k] b2[e] with
+    e = topk_indices[t, k]; shapes as in `moeblaze_experts`.
     """
     output = torch.zeros_like(x)
     for e in range(fc1_weight.shape[0]):
         token, k = (topk_indices == e).nonzero(as_tuple=True)
-        act = activate(x[token] @ fc1_weight[e].T, activation)
-        act = (act * topk_probs[token, k, None]).to(x.dtype)
-        output = output.index_add(0, token, act @ fc2_weight[e].T)
+        prob = topk_probs[token, k, None]
+        fc1_output = x[token] @ fc1_weight[e].T
+        if fc1_bias is not None:
+            fc1_output = fc1_output + fc1_bias[e]
+        act = (activate(fc1_output, activation) * prob).to(x.dtype)
+        rows = act @ fc2_weight[e].T
+        if fc2_bias is not None:
+            rows = (rows + prob * fc2_bias[e]).to(x.dtype)
+        output = output.index_add(0, token, rows)
     return output
 
 
@@ -138,9 +153,10 @@ def fc1(
     fc1_weight: torch.Tensor,
     permuted_probs: torch.Tensor,
     lists: IndexLists,
-    activation: str,
+    activation: Activation,
     save: bool,
     gather: bool = True,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """fc1_output [R_max, 2F] or [R_max, F] and act [R_max, F]."""
     width = fc1_weight.shape[1]
@@ -148,6 +164,8 @@ def fc1(
     for e, rows in _experts(lists):
         source = x[lists.expert_token_indices[rows]] if gather else x[rows]
         fc1_output[rows] = source @ fc1_weight[e].T
+        if bias is not None:
+            fc1_output[rows] += bias[e]
     act = (activate(fc1_output, activation) * permuted_probs[:, None]).to(x.dtype)
     return (fc1_output if save else None), act
 
@@ -169,18 +187,31 @@ def rows_gemm(
     return out
 
 
-def combine(rows: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) -> torch.Tensor:
-    """out[t, h_start : h_start + cols] = sum over k of rows[token_index_map[t, k]]."""
+def combine(
+    rows: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    h_start: int,
+    bias: torch.Tensor | None = None,
+    permuted_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[t, h_start : h_start + cols] = sum over k of row token_index_map[t, k], prob bias."""
     acc = torch.zeros(
         out.shape[0],
         rows.shape[1],
         dtype=torch.promote_types(rows.dtype, torch.float32),
         device=rows.device,
     )
+    columns = slice(h_start, h_start + rows.shape[1])
     for k in range(lists.topk):
         row = lists.token_index_map[:, k, None]
-        acc += torch.where(row >= 0, rows[row.clamp(min=0).squeeze(1).long()], 0)
-    out[:, h_start : h_start + rows.shape[1]] = acc
+        index = row.clamp(min=0).squeeze(1).long()
+        value = rows[index]
+        if bias is not None:
+            expert = torch.where(row[:, 0] >= 0, lists.token_expert_indices[:, k], 0).long()
+            value = value + permuted_probs[index, None] * bias[expert, columns]
+        acc += torch.where(row >= 0, value, 0)
+    out[:, columns] = acc
     return out
 
 
@@ -189,7 +220,7 @@ def activation_backward(
     fc1_output: torch.Tensor,
     permuted_probs: torch.Tensor,
     lists: IndexLists,
-    activation: str,
+    activation: Activation,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """grad_fc1_output, act and grad_permuted_probs [R_max]; the first two in place."""
     wide = torch.promote_types(grad_act.dtype, torch.float32)
@@ -204,6 +235,37 @@ def activation_backward(
     grad_act[:R] = value.detach() * permuted_probs[:R, None]
     fc1_output[:R] = grad_leaf
     return fc1_output, grad_act, grad_permuted_probs
+
+
+def bias_grad(
+    grad: torch.Tensor,
+    lists: IndexLists,
+    bias: torch.Tensor,
+    permuted_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[e] = sum of its rows of `grad` or, given probabilities, of prob times its tokens'."""
+    out = torch.zeros_like(bias)
+    for e, rows in _experts(lists):
+        value = grad[rows if permuted_probs is None else lists.expert_token_indices[rows]]
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        if permuted_probs is not None:
+            value = value * permuted_probs[rows, None]
+        out[e] = value.sum(0)
+    return out
+
+
+def bias_grad_probs(
+    grad_output: torch.Tensor,
+    lists: IndexLists,
+    bias: torch.Tensor,
+    grad_permuted_probs: torch.Tensor,
+) -> torch.Tensor:
+    """grad_permuted_probs[r] += grad_output[token of r] . bias[expert of r], in place."""
+    token, k, row = _pairs(lists)
+    wide = grad_permuted_probs.dtype
+    grad, expert = grad_output[token].to(wide), lists.token_expert_indices[token, k].long()
+    grad_permuted_probs[row] += (grad * bias[expert].to(wide)).sum(1)
+    return grad_permuted_probs
 
 
 def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Tensor]:
