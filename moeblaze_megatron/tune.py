@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from moeblaze_megatron.bench.measure import (
 )
 from moeblaze_megatron.bench.peers import PEERS, versions
 from moeblaze_megatron.bench.shapes import (
+    DEVICE,
     ROUTINGS,
     SHAPES,
     Inputs,
@@ -68,6 +69,7 @@ KNOBS = {
         [{"group": group} for group in (4, 8, 16)],
     ),
 }
+PROCESSES = 16  # that compile, at most
 GAIN = 0.01  # of the time, below which a configuration stays as it is
 # What a kernel fails with that does not compile, does not fit the GPU or computes something else.
 FAILURES = (TritonError, RuntimeError, ValueError, AssertionError)
@@ -182,10 +184,15 @@ def run_calls(calls: list[Call]) -> None:
 
 
 def compile_layer(
-    shape: Shape, dtype: torch.dtype, arch: int, kernel: str, choice: Configuration
+    shape: Shape, dtype: torch.dtype, arch: int, copy: Copy, kernel: str, choice: Configuration
 ) -> None:
     """Fills Triton's cache: the layer's kernels with one candidate, for `sm_<arch>`."""
-    with aot.compiling(arch), aot.on_meta(), table.override(kernel, choice):
+    with (
+        aot.compiling(arch),
+        aot.on_meta(),
+        table.override("copy", copy),
+        table.override(kernel, choice),
+    ):
         try:
             forward_backward(layer_of(shape), meta_inputs(shape, dtype))
         except FAILURES:
@@ -198,22 +205,23 @@ class Compilers:
     def __init__(self, dtype: torch.dtype, arch: int):
         self.dtype, self.arch, self.jobs = dtype, arch, {}
         self.pool = ProcessPoolExecutor(
-            os.cpu_count(),
+            min(PROCESSES, os.cpu_count()),
             multiprocessing.get_context("spawn"),
             initializer=signal.signal,  # an interrupt is ours to handle
             initargs=(signal.SIGINT, signal.SIG_IGN),
         )
 
-    def start(self, shape: Shape, kernel: str, choices: list[Configuration]) -> None:
+    def start(
+        self, shape: Shape, copy: Copy, kernel: str, choices: list[Configuration]
+    ) -> list[Future]:
+        """Of a layer that copies rows as `copy` says."""
+        started = []
         for choice in choices:
-            job = (shape, self.dtype, self.arch, kernel, choice)
+            job = (shape, self.dtype, self.arch, copy, kernel, choice)
             if job not in self.jobs:
                 self.jobs[job] = self.pool.submit(compile_layer, *job)
-
-    def wait(self, shape: Shape, kernel: str, choices: list[Configuration]) -> None:
-        self.start(shape, kernel, choices)
-        for choice in choices:
-            self.jobs[shape, self.dtype, self.arch, kernel, choice].result()
+            started.append(self.jobs[job])
+        return started
 
     def stop(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -242,6 +250,7 @@ class Tuner:
         self.found: Table = {}
         self.gains: dict[Key, float] = {}
         self.done = self.total = 0
+        self.gpu = table.gpus_of(torch.empty(0, device=DEVICE))[0]
 
     def progress(self, text: str) -> None:
         filled = min(20, 20 * self.done // max(1, self.total))
@@ -250,11 +259,13 @@ class Tuner:
     def expect(self, shapes: list[tuple[str, Shape]], arch: int) -> None:
         """Counts what there is to do, and has the first of it compiled."""
         for _, shape in shapes:
-            for key in planned(shape, self.dtype, arch):
+            keys = [replace(key, gpu=self.gpu) for key in planned(shape, self.dtype, arch)]
+            copy = table.lookup(keys[0])
+            for key in keys:
                 base = table.lookup(key)
                 self.total += len(KNOBS[type(base)])
                 if self.compilers:
-                    self.compilers.start(shape, key.kernel, candidates(key, base, 0))
+                    self.compilers.start(shape, copy, key.kernel, candidates(key, base, 0))
 
     def tune(self, title: str, shape: Shape) -> None:
         """Finds the entries of one shape; those found for an earlier one stay."""
@@ -263,34 +274,41 @@ class Tuner:
         if key not in self.found:
             layer, want = layer_of(shape), reference_results(shape, inputs)
             verify = partial(check, "moeblaze", PEERS["moeblaze"], layer, inputs, want)
-            self.improve(title, shape, {key: (partial(forward_backward, layer, inputs), verify)})
-            del want, verify
-        with table.override("copy", self.found.get(key) or table.lookup(key)):
+            tasks = {key: (partial(forward_backward, layer, inputs), verify)}
+            self.improve(title, shape, table.lookup(key), tasks)
+            del want, verify, tasks
+        copy = self.found.get(key) or table.lookup(key)
+        with table.override("copy", copy):
             calls = calls_of(shape, inputs)
-        self.improve(
-            title,
-            shape,
-            {
-                key: (partial(run_calls, made), partial(verify_calls, made))
-                for key, made in calls.items()
-                if key not in self.found
-            },
-        )
+        tasks = {
+            key: (partial(run_calls, made), partial(verify_calls, made))
+            for key, made in calls.items()
+            if key not in self.found
+        }
+        self.improve(title, shape, copy, tasks)
 
     def improve(
-        self, title: str, shape: Shape, tasks: dict[Key, tuple[Callable, Callable]]
+        self,
+        title: str,
+        shape: Shape,
+        copy: Copy,
+        tasks: dict[Key, tuple[Callable, Callable]],
     ) -> None:
         """{key: (what to time, what to verify before)}, knob by knob."""
         for knob in range(max(len(knobs) for knobs in KNOBS.values())):
-            for key, (run, verify) in tasks.items():
-                base = self.found.get(key) or table.lookup(key)
-                choices = candidates(key, base, knob)
-                if len(choices) == 1:
-                    continue
+            choices_of = {}
+            for key in tasks:
+                choices = candidates(key, self.found.get(key) or table.lookup(key), knob)
+                jobs = ()
+                if self.compilers:
+                    jobs = self.compilers.start(shape, copy, key.kernel, choices)
+                if len(choices) > 1:
+                    choices_of[key] = choices, jobs
+            for key, (choices, jobs) in choices_of.items():
                 if time.monotonic() > self.deadline:
                     raise TimeoutError
-                if self.compilers:
-                    self.compilers.wait(shape, key.kernel, choices)
+                wait(jobs)
+                run, verify = tasks[key]
                 self.done += 1
                 self.found[key] = self.fastest(f"{title}, {key}", key, choices, run, verify)
 
@@ -337,9 +355,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moeblaze_megatron.tune",
         description="Find the kernel configurations that are fastest on this GPU for the shapes of "
         "a model's MoE layers, on one rank, and write them as a table. Every candidate is compared "
-        "with eager torch before it is timed. Kernels compile in as many processes as there are "
-        f"cores. To train with the table: export {table.VARIABLE}=FILE, or add "
-        "--moeblaze-kernel-table FILE.",
+        "with eager torch before it is timed. Kernels compile in other processes, up to "
+        f"{PROCESSES}, as cores allow. To train with the table: export {table.VARIABLE}=FILE, or "
+        "add --moeblaze-kernel-table FILE.",
     )
     add = out.add_argument
     names = "; ".join(f"{known} = {shape}" for known, shape in SHAPES.items())
