@@ -28,7 +28,10 @@ setup(
         "moeblaze_megatron.patches",
     ],
     package_dir={"moeblaze_megatron.patches": "patches"},
-    package_data={"moeblaze_megatron.patches": ["*.patch", "README.md"]},
+    package_data={
+        "moeblaze_megatron.ops": ["configurations.json"],
+        "moeblaze_megatron.patches": ["*.patch", "README.md"],
+    },
     install_requires=["torch>=2.10", "triton>=3.6"],
     extras_require={"megatron": MEGATRON, "plots": PLOTS, "test": TEST},
 )

@@ -29,6 +29,7 @@ Runs a Megatron pretraining script, unmodified, after teaching Megatron-Core one
                                 keep the output of the first linear in 8 bits
   --moeblaze-report-rows        print at the end how many rows expert parallelism sent, and saved
   --moeblaze-check-routing      for debugging: check on the device what only the device can see
+  --moeblaze-kernel-table FILE  kernel configurations that moeblaze_megatron.tune found on this GPU
 
 SCRIPT.py is the path of a script such as pretrain_gpt.py of a Megatron-LM checkout. Without it the
 package's own script runs, which needs no checkout: causal GPT pretraining on the installed

@@ -24,9 +24,10 @@ from unittest.mock import patch
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from moeblaze_megatron.ops import experts, kernels
+from moeblaze_megatron.ops import experts, kernels, launch, table
 from moeblaze_megatron.ops.activation import ACTIVATIONS, Activation
 
 T, H, F, E, K = 32768, 2048, 768, 128, 8  # Qwen3-30B-A3B
@@ -75,19 +76,44 @@ class _Driver:
 def compiling(arch: int) -> Iterator[list]:
     """Inside, a launch compiles its kernel for `sm_<arch>`, lists it and runs nothing."""
     compiled = []
-    launch = JITFunction.run
+    run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel not in compiled:
             compiled.append(kernel)
         return kernel
 
     with (
         patch.object(triton.runtime.driver, "_active", _Driver(arch)),
+        patch.object(launch, "enabled", False),
         patch.object(JITFunction, "run", compile_only),
     ):
         yield compiled
+
+
+@contextmanager
+def launching_nothing(arch: int) -> Iterator[None]:
+    """Inside, a launch does nothing; launchers see a GPU of that compute capability."""
+    with (
+        patch.object(triton.runtime.driver, "_active", _Driver(arch)),
+        patch.object(launch, "enabled", False),
+        patch.object(JITFunction, "run", lambda self, *args, **kwargs: None),
+        patch.object(InterpretedFunction, "run", lambda self, *args, **kwargs: None),
+    ):
+        yield
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Inside, the operator takes tensors of the meta device, and launches kernels for them."""
+    with (
+        patch.object(experts, "kernels_for", return_value=kernels),
+        patch.object(experts, "_check_arguments"),  # refuses them
+        patch.object(experts, "_check_ids"),  # reads them
+        patch.object(torch, "is_autocast_enabled", return_value=False),  # fails for them
+    ):
+        yield
 
 
 def resources(kernel) -> Resources:
@@ -184,17 +210,15 @@ def compile_step(
     variants = [*itertools.product(activations, (False, True), (None, 2**40)), *biased]
     with (
         compiling(arch) as compiled,
-        patch.object(experts, "kernels_for", return_value=kernels),
-        patch.object(experts, "COPY_WIDTH", 0),  # weight gradients of copied rows too
-        patch.object(experts, "_check_arguments"),  # refuses meta tensors
-        patch.object(torch, "is_autocast_enabled", return_value=False),  # fails for meta tensors
+        on_meta(),
+        table.override("copy", table.Copy(4096, 0, 4)),  # weight gradients of copied rows too
     ):
         for variant in variants:
             step(dtype, *variant)
     return [resources(kernel) for kernel in compiled]
 
 
-def table(rows: list[Resources]) -> str:
+def as_table(rows: list[Resources]) -> str:
     cells = [Resources.HEADER, *(tuple(map(str, dataclasses.astuple(row))) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -214,7 +238,9 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set: unset it, interpreted kernels are not compiled")
     rows = compile_step(arguments.arch, getattr(torch, arguments.dtype))
-    print(json.dumps([dataclasses.astuple(row) for row in rows]) if arguments.json else table(rows))
+    print(
+        json.dumps([dataclasses.astuple(row) for row in rows]) if arguments.json else as_table(rows)
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ POSITIVE = {  # the other numbers may be 0
     *("moe_router_topk", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 }
-OWN = ("--moeblaze-workspace-mb", "--moeblaze-report-rows", "--moeblaze-check-routing")
+OWN = (
+    "--moeblaze-workspace-mb",
+    "--moeblaze-report-rows",
+    "--moeblaze-check-routing",
+    "--moeblaze-kernel-table",
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from moeblaze_megatron.aot import MAX_SHARED, Resources, table
+from moeblaze_megatron.aot import MAX_SHARED, Resources, as_table
 
 ROOT = Path(__file__).parents[1]
 TRITON_OPS = ROOT / "moeblaze_megatron" / "ops"
 
 SPILLS = """
 import torch
-from dataclasses import replace
 from moeblaze_megatron import aot
-from moeblaze_megatron.ops import tiles
-tiles.HALF_TILES["rows"] = replace(tiles.HALF_TILES["rows"], num_warps=4)
-rows = aot.compile_step(80, torch.float16)
+from moeblaze_megatron.ops import table
+with table.override("rows", table.Tile(128, 256, 32, num_warps=4, num_stages=3, group=8)):
+    rows = aot.compile_step(80, torch.float16)
 print(max(row.spilled for row in rows if row.kernel == "_rows_kernel"))
 """
 
@@ -60,7 +59,7 @@ def test_every_kernel_is_compiled(compiled):
 
 def test_no_spills_in_bf16_on_sm_90(compiled):
     spilling = [row for row in compiled(90, "bfloat16") if row.spilled]
-    assert not spilling, "\n" + table(spilling)
+    assert not spilling, "\n" + as_table(spilling)
 
 
 def test_a_spill_is_seen(plain_env):
@@ -78,4 +77,4 @@ def test_a_spill_is_seen(plain_env):
 @pytest.mark.parametrize("arch", MAX_SHARED)
 def test_print_resources(compiled, arch, capsys):
     with capsys.disabled():
-        print(f"\n\nsm_{arch}, bf16\n{table(compiled(arch, 'bfloat16'))}")
+        print(f"\n\nsm_{arch}, bf16\n{as_table(compiled(arch, 'bfloat16'))}")

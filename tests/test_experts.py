@@ -24,9 +24,16 @@ from moeblaze_megatron import (
     index_lists_from_topk,
     moeblaze_experts,
 )
-from moeblaze_megatron.ops import experts, hopper, reference
+from moeblaze_megatron.ops import experts, hopper, reference, table
 
 HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def copied_wgrads():
+    """Weight gradients read a copy of the rows, however narrow their other operand is."""
+    with table.override("copy", table.Copy(ffn=4096, width=0, slices=4)):
+        yield
 
 
 def check(case, device, dtype, **options):
@@ -73,9 +80,8 @@ def test_plain_kernels_on_any_gpu(case, dtype, nan_filled, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workspace_bytes", [2**30, 1])
-def test_column_slices_at_size(workspace_bytes, nan_filled, monkeypatch):
+def test_column_slices_at_size(workspace_bytes, nan_filled, copied_wgrads):
     """In one piece, and in slices of 128 columns with dW gathered inside its kernel."""
-    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     case = Case(3000, 1024, 384, 6, 3, "sliced")
     want = check(case, "cuda", torch.bfloat16)
     got = check(case, "cuda", torch.bfloat16, workspace_bytes=workspace_bytes)
@@ -102,9 +108,8 @@ def test_eager_gradients_are_those_of_autograd(case, monkeypatch):
 
 
 @pytest.mark.parametrize("H", [320, 640])
-def test_workspace_slices_change_nothing(H, device, nan_filled, monkeypatch):
+def test_workspace_slices_change_nothing(H, device, nan_filled, copied_wgrads):
     """Slices of 128 columns, the last one narrower; from five on dW gathers inside its kernel."""
-    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     case = Case(40, H, 48, 4, 2, "column slices")
     whole = check(case, device, torch.float32, workspace_bytes=2**30)
     sliced = check(case, device, torch.float32, workspace_bytes=1)
@@ -112,15 +117,14 @@ def test_workspace_slices_change_nothing(H, device, nan_filled, monkeypatch):
         assert torch.equal(sliced[name], whole[name]), name
 
 
-def test_copied_rows_change_nothing(device, nan_filled, monkeypatch):
+def test_copied_rows_change_nothing(device, nan_filled):
     """From a large F on, rows are copied before fc1 and before the dgrad of fc2."""
     case = Case(40, 64, 48, 4, 2, "copies", dropped=0.2)
     if device == "cuda":
         case = Case(3000, 512, 384, 6, 3, "copies at size", dropped=0.2)
     want = check(case, device, torch.bfloat16)
-    monkeypatch.setattr(experts, "COPY_FFN", 0)
-    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
-    got = check(case, device, torch.bfloat16, workspace_bytes=2**30)
+    with table.override("copy", table.Copy(ffn=0, width=0, slices=4)):
+        got = check(case, device, torch.bfloat16, workspace_bytes=2**30)
     for name in want:
         assert torch.equal(got[name], want[name]), name
 
@@ -291,9 +295,8 @@ def main_grads(tensors, value):
 
 @pytest.mark.parametrize("workspace_bytes", [2**30, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled, monkeypatch):
+def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled, copied_wgrads):
     """Added into main_grad in fp32, untouched for an empty expert; a placeholder is returned."""
-    monkeypatch.setattr(experts, "COPY_WIDTH", 0)
     case = Case(40, 64, 32, 4, 2, "main_grad", bias=True)
     if device == "cuda":
         case = Case(3000, 1024, 384, 6, 3, "main_grad at size", bias=True)

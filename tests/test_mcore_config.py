@@ -298,16 +298,19 @@ def parse(line):
 def test_command_line_reaches_the_config():
     from megatron.training.arguments import core_transformer_config_from_args
 
-    args = parse("moeblaze --disable-bias-linear --moeblaze-workspace-mb 64")
+    args = parse(
+        "moeblaze --disable-bias-linear --moeblaze-workspace-mb 64 --moeblaze-kernel-table a.json"
+    )
     config = core_transformer_config_from_args(args)
     assert config.moe_token_dispatcher_type == "moeblaze"
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is False
     assert config.activation_func_fp8_input_store is False
     assert config.moeblaze_workspace_mb == 64
+    assert config.moeblaze_kernel_table == "a.json"
     args = parse("moeblaze --disable-bias-linear --moeblaze-recompute-fc1 --moeblaze-check-routing")
     config = core_transformer_config_from_args(args)
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is True
-    assert config.moeblaze_workspace_mb is None
+    assert config.moeblaze_workspace_mb is config.moeblaze_kernel_table is None
 
 
 @pytest.mark.parametrize("dispatcher", ["moeblaze", "alltoall"])

@@ -497,6 +497,18 @@ def test_more_experts_than_topk_are_refused():
 
 
 @in_megatron
+def test_a_kernel_table_is_checked_when_a_layer_is_built():
+    config = m.config()
+    config.moeblaze_kernel_table = "none.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(m, "config", lambda *args, **fields: config)
+        with pytest.raises(ValueError, match=r"kernel table none\.json: .*No such file"):
+            m.layer()
+        config.moeblaze_kernel_table = None
+        m.layer()
+
+
+@in_megatron
 def test_settings_of_its_own_reach_the_operator():
     plain, changed = m.layer(), m.layer()
     changed.config.moeblaze_workspace_mb = 1

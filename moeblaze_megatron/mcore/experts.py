@@ -30,6 +30,7 @@ from moeblaze_megatron.mcore.checkpoint import (
     spread_expert_weights,
 )
 from moeblaze_megatron.mcore.config import activation_of, check_config
+from moeblaze_megatron.ops import table
 
 
 def reduced_with_experts(config: TransformerConfig) -> bool:
@@ -135,14 +136,16 @@ class MoEBlazeExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        config: the layer's TransformerConfig. Beside Megatron's fields two attributes are read:
+        config: the layer's TransformerConfig. Beside Megatron's fields, attributes are read:
             `moeblaze_workspace_mb`, the bound of the operator's [R, H] transient in MiB, and
-            `moeblaze_recompute_fc1`, to save nothing but x and index lists.
+            `moeblaze_recompute_fc1`, to save nothing but x and index lists; a third one,
+            `moeblaze_kernel_table`, names a file for all layers of the process (`ops.table`).
         pg_collection: process groups; expt_tp, expt_dp and ep are used.
         submodules, name: what builders of Megatron 0.16 and from 0.18 on pass too; not used.
 
     Raises:
         UnsupportedSettings: a ValueError naming every setting of `config` not supported.
+        ValueError: naming everything that is wrong with a kernel table.
     """
 
     # Megatron's order of initialisation: fc1 and fc2 of the first expert, of the second, ...
@@ -159,6 +162,7 @@ class MoEBlazeExperts(MegatronModule):
         name: str | None = None,
     ):
         check_config(config)
+        table.use(getattr(config, "moeblaze_kernel_table", None))
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
         self.activation = activation_of(config)

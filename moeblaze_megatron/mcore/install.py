@@ -13,7 +13,12 @@ from typing import Any
 VALUE = "moeblaze"
 TESTED_VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 # Our own flags; on a config they are attributes of the same names.
-FLAGS = ("moeblaze_workspace_mb", "moeblaze_recompute_fc1", "moeblaze_check_routing")
+FLAGS = (
+    "moeblaze_workspace_mb",
+    "moeblaze_recompute_fc1",
+    "moeblaze_check_routing",
+    "moeblaze_kernel_table",
+)
 
 
 def _with_config_check(post_init: Callable) -> Callable:
@@ -114,6 +119,12 @@ def _with_flags(add_arguments: Callable) -> Callable:
             help="Check on the device that no token has more than --moe-router-topk experts and "
             "that all rows that other ranks announced arrived. Each layer waits for the device "
             "then; for debugging a router or a cluster.",
+        )
+        group.add_argument(
+            "--moeblaze-kernel-table",
+            metavar="FILE",
+            help="Kernel configurations that `python -m moeblaze_megatron.tune` has found on this "
+            "kind of GPU, to come before the package's own.",
         )
         return parser
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.launch import direct
+from moeblaze_megatron.ops.tiles import cdiv
 
 GATED = ("swiglu", "geglu", "quick_geglu")
 ACTIVATIONS = (*GATED, "silu", "gelu", "squared_relu")
@@ -88,6 +90,7 @@ def _value_and_slope(v, ACTIVATION: tl.constexpr):
         return r * r, 2.0 * r
 
 
+@direct
 @triton.jit
 def _activation_backward_kernel(
     grad_act_ptr,  # [R, F] in; act out
@@ -156,7 +159,7 @@ def activation_backward(
     rows, F = grad_act.shape
     grad_permuted_probs = torch.empty_like(permuted_probs)
     BLOCK_R, BLOCK_F = 4, min(512, triton.next_power_of_2(F))
-    _activation_backward_kernel[(triton.cdiv(rows, BLOCK_R),)](
+    _activation_backward_kernel[(cdiv(rows, BLOCK_R),)](
         grad_act,
         fc1_output,
         permuted_probs,

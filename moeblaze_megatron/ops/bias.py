@@ -11,8 +11,11 @@ import triton
 import triton.language as tl
 
 from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.launch import direct
+from moeblaze_megatron.ops.tiles import cdiv
 
 
+@direct
 @triton.jit
 def _bias_grad_kernel(
     grad_ptr,  # [R, W], or [T, W] with probabilities
@@ -63,7 +66,7 @@ def bias_grad(
     E, W = bias.shape
     out = torch.empty_like(bias)
     BLOCK_R, BLOCK_W = 32, min(128, triton.next_power_of_2(W))
-    _bias_grad_kernel[(E, triton.cdiv(W, BLOCK_W))](
+    _bias_grad_kernel[(E, cdiv(W, BLOCK_W))](
         grad,
         permuted_probs,
         out,
@@ -76,6 +79,7 @@ def bias_grad(
     return out
 
 
+@direct
 @triton.jit(do_not_specialize=["pairs"])
 def _bias_grad_probs_kernel(
     grad_output_ptr,  # [T, H]
@@ -124,7 +128,7 @@ def bias_grad_probs(
     H, pairs = bias.shape[1], lists.token_index_map.numel()
     BLOCK_P, BLOCK_H = 8, min(256, triton.next_power_of_2(H))
     if pairs:
-        _bias_grad_probs_kernel[(triton.cdiv(pairs, BLOCK_P),)](
+        _bias_grad_probs_kernel[(cdiv(pairs, BLOCK_P),)](
             grad_output,
             bias,
             lists.token_expert_indices,

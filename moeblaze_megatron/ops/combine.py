@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 
 from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.launch import direct
+from moeblaze_megatron.ops.tiles import cdiv
 
 
+@direct
 @triton.jit(do_not_specialize=["T"])
 def _combine_kernel(
     rows_ptr,  # [R, cols]
@@ -70,7 +73,7 @@ def combine(
     cols = rows.shape[1]
     BLOCK_T, BLOCK_H = 4, min(256, triton.next_power_of_2(cols))
     if T:
-        _combine_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(cols, BLOCK_H))](
+        _combine_kernel[(cdiv(T, BLOCK_T), cdiv(cols, BLOCK_H))](
             rows,
             lists.token_index_map,
             out,

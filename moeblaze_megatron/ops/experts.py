@@ -12,13 +12,8 @@ import torch.nn.functional as F
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED, Activation
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
-from moeblaze_megatron.ops.memory import (
-    COPY_FFN,
-    COPY_WIDTH,
-    GATHER_SLICES,
-    layer_bytes,
-    slice_columns,
-)
+from moeblaze_megatron.ops.memory import layer_bytes, slice_columns
+from moeblaze_megatron.ops.table import Copy, configuration
 from moeblaze_megatron.ops.tiles import interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -217,6 +212,7 @@ class _Experts(torch.autograd.Function):
         # grad_prob = sum over F of grad_act * f(fc1_output)
         ffn = fc2_weight.shape[2]
         workspace = given or sizes.fc2_wgrad_workspace
+        copy = configuration("copy", x, ffn, x.shape[1])
         rows, gather = _rows_of(ops, grad_output, lists, ffn, workspace)
         grad_fc1_output, act, grad_permuted_probs = ops.fc2_dgrad(
             rows, fc2_weight, fc1_output, permuted_probs, lists, ctx.activation, gather
@@ -227,7 +223,9 @@ class _Experts(torch.autograd.Function):
             grad_probs = ops.grad_probs(grad_permuted_probs, lists, probs, ctx.dense)
         if needs_fc2:  # grad_W2[e] = gather(grad_output)^T act
             grad_fc2, into, accumulate = _grad_buffer(fc2_weight, ctx.fused[1])
-            slices = _gathered(ops, grad_output, lists, ffn, workspace) if gather else [(0, rows)]
+            slices = [(0, rows)]
+            if gather:
+                slices = _gathered(ops, grad_output, lists, copy, ffn, workspace)
             for h, rows in slices:
                 part = into[:, h : h + rows.shape[1]]
                 side = "a" if rows is grad_output else None
@@ -247,7 +245,7 @@ class _Experts(torch.autograd.Function):
         if needs_fc1:  # grad_W1[e] = grad_fc1_output^T gather(x)
             grad_fc1, into, accumulate = _grad_buffer(fc1_weight, ctx.fused[0])
             workspace = given or sizes.fc1_wgrad_workspace
-            for h, rows in _gathered(ops, x, lists, fc1_weight.shape[1], workspace):
+            for h, rows in _gathered(ops, x, lists, copy, fc1_weight.shape[1], workspace):
                 part = into[:, :, h : h + rows.shape[1]]
                 side = "b" if rows is x else None
                 ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
@@ -285,14 +283,20 @@ def _rows_of(
     ops: ModuleType, x: torch.Tensor, lists: IndexLists, ffn: int, workspace_bytes: int
 ) -> tuple[torch.Tensor, bool]:
     """x and True (look rows up), or a copy by row and False, where that is faster and it fits."""
-    copy = lists.max_rows * x.shape[1] * x.element_size()
-    if ffn < COPY_FFN or copy > workspace_bytes:
+    copy_from = configuration("copy", x, ffn, x.shape[1]).ffn
+    copy_bytes = lists.max_rows * x.shape[1] * x.element_size()
+    if copy_from is None or ffn < copy_from or copy_bytes > workspace_bytes:
         return x, True
     return ops.gather(x, lists, x.new_empty(lists.max_rows, x.shape[1]), 0), False
 
 
 def _gathered(
-    ops: ModuleType, x: torch.Tensor, lists: IndexLists, width: int, workspace_bytes: int
+    ops: ModuleType,
+    x: torch.Tensor,
+    lists: IndexLists,
+    copy: Copy,
+    width: int,
+    workspace_bytes: int,
 ):
     """Rows of x by token in column slices, or x itself where the kernel had better look them up.
 
@@ -301,7 +305,8 @@ def _gathered(
     reads that operand again.
     """
     cols = slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
-    if width < COPY_WIDTH or -(-x.shape[1] // cols) > GATHER_SLICES:
+    slices = -(-x.shape[1] // cols)
+    if copy.width is None or width < copy.width or slices > copy.slices:
         yield 0, x
         return
     for h, rows in _slices(x, lists, workspace_bytes):

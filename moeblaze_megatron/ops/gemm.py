@@ -8,17 +8,13 @@ never reads another expert's weights; rows of x are read through pointers.
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeblaze_megatron.ops import hopper
 from moeblaze_megatron.ops.activation import Activation, activate, activation_backward
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import GROUP, bind_device, input_precision, tile_for
-
-
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    bind_device(tensor.device)
-    return TensorDescriptor.from_tensor(tensor, block)
+from moeblaze_megatron.ops.launch import descriptor, direct
+from moeblaze_megatron.ops.table import configuration
+from moeblaze_megatron.ops.tiles import cdiv, input_precision
 
 
 @triton.jit
@@ -59,6 +55,7 @@ def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     return tile
 
 
+@direct
 @triton.jit(do_not_specialize=["num_tiles"])
 def _fc1_kernel(
     x_ptr,  # [T, H] when GATHER, else [R, H]
@@ -156,12 +153,12 @@ def fc1(
     if lists.num_tiles and hopper.fits_fc1(x, F):
         hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather, bias)
         return fc1_output, act
-    tile = tile_for("fc1", x.dtype).fit(cols=F, depth=H)
+    tile = configuration("fc1", x, F, H).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
     if lists.num_tiles:
-        _fc1_kernel[(lists.num_tiles * triton.cdiv(F, tile.cols),)](
+        _fc1_kernel[(lists.num_tiles * cdiv(F, tile.cols),)](
             x,
-            _descriptor(weight, [1, 1, tile.cols, tile.depth]),
+            descriptor(weight, (1, 1, tile.cols, tile.depth)),
             bias,
             permuted_probs,
             fc1_output,
@@ -181,13 +178,14 @@ def fc1(
             tile.rows,
             tile.cols,
             tile.depth,
-            GROUP,
+            tile.group,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
     return fc1_output, act
 
 
+@direct
 @triton.jit(do_not_specialize=["num_tiles"])
 def _rows_kernel(
     a_ptr,  # [T, K] when GATHER, else unused
@@ -263,15 +261,15 @@ def rows_gemm(
     if lists.num_tiles and hopper.fits_rows(a):
         hopper.rows_gemm(a, weight, lists, out, n_start, gather, transposed)
         return out
-    tile = tile_for("rows", a.dtype).fit(cols=cols, depth=K)
+    tile = configuration("rows", a, cols, K).fit(cols=cols, depth=K)
     block = [tile.cols, tile.depth] if transposed else [tile.depth, tile.cols]
     if lists.num_tiles:
-        _rows_kernel[(lists.num_tiles * triton.cdiv(cols, tile.cols),)](
+        _rows_kernel[(lists.num_tiles * cdiv(cols, tile.cols),)](
             a,
-            None if gather else _descriptor(a, [tile.rows, tile.depth]),
-            _descriptor(weight, [1, *block]),
+            None if gather else descriptor(a, (tile.rows, tile.depth)),
+            descriptor(weight, (1, *block)),
             out,
-            _descriptor(out, [tile.rows, tile.cols]),
+            descriptor(out, (tile.rows, tile.cols)),
             lists.expert_token_indices,
             lists.expert_token_offsets,
             lists.tile_expert,
@@ -286,7 +284,7 @@ def rows_gemm(
             tile.rows,
             tile.cols,
             tile.depth,
-            GROUP,
+            tile.group,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -323,6 +321,7 @@ def fc2_dgrad(
     return activation_backward(grad_act, fc1_output, permuted_probs, lists, activation)
 
 
+@direct
 @triton.jit
 def _gather_kernel(
     x_ptr,  # [T, H]
@@ -350,7 +349,7 @@ def gather(x: torch.Tensor, lists: IndexLists, out: torch.Tensor, h_start: int) 
     """out[r] = x[expert_token_indices[r], h_start : h_start + cols] for the rows in use."""
     rows, cols = out.shape
     BLOCK_R, BLOCK_H = 16, min(256, triton.next_power_of_2(cols))
-    _gather_kernel[(triton.cdiv(rows, BLOCK_R), triton.cdiv(cols, BLOCK_H))](
+    _gather_kernel[(cdiv(rows, BLOCK_R), cdiv(cols, BLOCK_H))](
         x,
         out,
         lists.expert_token_indices,
@@ -404,6 +403,7 @@ def _add_tile(out_ptr, value, m, n, M, N, stride_m):
     tl.store(ptrs, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@direct
 @triton.jit
 def _wgrad_kernel(
     a_ptr,  # [T, M] when GATHER_A, else unused
@@ -487,13 +487,13 @@ def wgrad(
         hopper.wgrad(a, b, lists, out, accumulate, gather)
         return out
     kernel = "wgrad_gather" if gather else "wgrad"
-    tile = tile_for(kernel, a.dtype).fit(rows=M, cols=N)
-    blocks = {"a": [tile.depth, tile.rows], "b": [tile.depth, tile.cols]}
+    tile = configuration(kernel, a, M, N).fit(rows=M, cols=N)
+    blocks = {"a": (tile.depth, tile.rows), "b": (tile.depth, tile.cols)}
     a_desc, b_desc = (
-        None if gather == name else _descriptor(operand, blocks[name])
+        None if gather == name else descriptor(operand, blocks[name])
         for name, operand in (("a", a), ("b", b))
     )
-    _wgrad_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.cols), E)](
+    _wgrad_kernel[(cdiv(M, tile.rows) * cdiv(N, tile.cols), E)](
         a,
         a_desc,
         b,
@@ -512,7 +512,7 @@ def wgrad(
         tile.rows,
         tile.cols,
         tile.depth,
-        GROUP,
+        tile.group,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

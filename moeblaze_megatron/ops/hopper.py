@@ -5,9 +5,10 @@ and the gradients of their inputs): two warps fill a ring of shared-memory stage
 for rows looked up by index, through asynchronous copies; two warpgroups multiply with wgmma, each
 half the rows of a tile, and hand the product over in shared memory; two more warps finish it
 (activation and probability, or their backward) and write it out, while the next tile is multiplied.
-Weight gradients: much the same, but the multipliers write their few sums themselves. Products are the
-plain kernels' bit for bit; the activation is computed from fc1_output as it is saved, rounded, and
-SiLU in fewer instructions.
+Weight gradients: much the same, but the multipliers write their few sums themselves.
+
+Products are the plain kernels' bit for bit; the activation is computed from fc1_output as it is
+saved, rounded, and SiLU in fewer instructions.
 
 T tokens, E experts, H hidden size, F ffn hidden size, R routed rows. M, N are the rows and columns
 of a weight gradient.
@@ -31,7 +32,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeblaze_megatron.ops.activation import Activation
 from moeblaze_megatron.ops.index_lists import IndexLists
-from moeblaze_megatron.ops.tiles import BLOCK_R, GROUP, bind_device, interpreting
+from moeblaze_megatron.ops.launch import descriptor, direct
+from moeblaze_megatron.ops.table import configuration
+from moeblaze_megatron.ops.tiles import BLOCK_R, cdiv, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
@@ -40,9 +43,6 @@ PART_N = 64  # columns that are handed over or leave together: 128 bytes
 PIECE_R = 16  # rows of a part that are finished at once
 SLOTS = 2  # pairs of pieces of fc1_output on their way, for fc2's dgrad
 NUM_WARPS = 4  # of a warpgroup
-ROWS_STAGES, WGRAD_STAGES = 3, 4
-ROWS_REGISTERS = 168, 176  # of a thread that multiplies, of the others
-WGRAD_REGISTERS = 192, 120  # the same
 
 
 @lru_cache
@@ -78,9 +78,7 @@ def _layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    bind_device(tensor.device)
-    layout = _layout(rows, cols, tensor.dtype)
-    return TensorDescriptor.from_tensor(tensor, [rows, cols], layout)
+    return descriptor(tensor, (rows, cols), _layout(rows, cols, tensor.dtype))
 
 
 @lru_cache
@@ -668,6 +666,7 @@ def _finish_rows(
             turn += 1
 
 
+@direct
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _rows_hopper_kernel(
     a_ptr,  # [T, K] when GATHER, else unused
@@ -706,7 +705,7 @@ def _rows_hopper_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
-    OTHER_REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
 ):
     """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]
 
@@ -782,7 +781,7 @@ def _rows_hopper_kernel(
             ),
         ],
         [4, 2, 2],
-        [MULTIPLY_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -804,6 +803,7 @@ def _rows(
     bias: torch.Tensor | None = None,
 ) -> None:
     E, weight_rows, weight_cols = weight.shape
+    ring = configuration(f"{step or 'rows'}_hopper", a, cols, a.shape[1])
     halves = 2 if step == "fc1" and activation.gated else 1
     block = (BLOCK_N // halves, BLOCK_K) if transposed else (BLOCK_K, BLOCK_N)
     _rows_hopper_kernel[(_programs(a.device),)](
@@ -840,9 +840,10 @@ def _rows(
         PART_N,
         PIECE_R,
         SLOTS,
-        GROUP,
-        ROWS_STAGES,
-        *ROWS_REGISTERS,
+        ring.group,
+        ring.stages,
+        ring.multiply_registers,
+        ring.load_registers,
         num_warps=NUM_WARPS,
     )
 
@@ -891,7 +892,7 @@ def fc2_dgrad(
 ) -> torch.Tensor:
     """`gemm.fc2_dgrad` into a given act; returns grad_permuted_probs."""
     F = act.shape[1]
-    grad_permuted_probs = permuted_probs.new_empty(triton.cdiv(F, BLOCK_N), lists.max_rows)
+    grad_permuted_probs = permuted_probs.new_empty(cdiv(F, BLOCK_N), lists.max_rows)
     _rows(
         grad_output, fc2_weight, lists, fc1_output, 0, F, gather, False, "fc2_dgrad", activation,
         True, act, permuted_probs, grad_permuted_probs,
@@ -1188,6 +1189,7 @@ def _multiply_wgrad(
     tma.store_wait(0)
 
 
+@direct
 @gluon.jit
 def _wgrad_hopper_kernel(
     a_ptr,  # [T, M] when GATHER, else [R, M]
@@ -1295,6 +1297,7 @@ def wgrad(
         a, b = b, a
     all_rows = (E - 1) * out.stride(0) // out.stride(1) + rows
     out_rows = out.as_strided((all_rows, cols), (out.stride(1), 1))
+    ring = configuration("wgrad_hopper", a, rows, cols)
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
         None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
@@ -1318,8 +1321,9 @@ def wgrad(
         BLOCK_N,
         BLOCK_K,
         PART_N,
-        GROUP,
-        WGRAD_STAGES,
-        *WGRAD_REGISTERS,
+        ring.group,
+        ring.stages,
+        ring.multiply_registers,
+        ring.load_registers,
         num_warps=NUM_WARPS,
     )

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moeblaze_megatron.ops.tiles import BLOCK_R
+from moeblaze_megatron.ops.launch import direct
+from moeblaze_megatron.ops.tiles import BLOCK_R, cdiv
 
 ENTRIES = 128  # (token, k) pairs ranked together by one program
 SCAN = 1024  # histogram entries scanned at once
@@ -73,9 +74,10 @@ def max_tiles(rows: int, num_experts: int) -> int:
     """
     if rows <= num_experts:
         return rows
-    return triton.cdiv(rows - num_experts + 1, BLOCK_R) + num_experts - 1
+    return cdiv(rows - num_experts + 1, BLOCK_R) + num_experts - 1
 
 
+@direct
 @triton.jit(do_not_specialize=["T"])
 def _topk_indices_kernel(
     routing_map_ptr,  # [T, E] uint8
@@ -107,7 +109,7 @@ def topk_indices_from_routing_map(routing_map: torch.Tensor, topk: int) -> torch
     topk_indices = routing_map.new_empty(T, topk, dtype=torch.int32)
     BLOCK_T, BLOCK_E = 16, min(128, triton.next_power_of_2(E))
     if T:
-        _topk_indices_kernel[(triton.cdiv(T, BLOCK_T),)](
+        _topk_indices_kernel[(cdiv(T, BLOCK_T),)](
             routing_map.contiguous().view(torch.uint8), topk_indices, T, E, topk, BLOCK_T, BLOCK_E
         )
     return topk_indices
@@ -121,6 +123,7 @@ def _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES: tl.constexpr
     return entry, tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
+@direct
 @triton.jit(do_not_specialize=["num_entries", "num_chunks"])
 def _histogram_kernel(
     topk_indices_ptr,  # [T*K] int32
@@ -140,6 +143,7 @@ def _histogram_kernel(
         tl.store(chunk_base_ptr + e.to(tl.int64) * num_chunks + chunk, count, mask=e < E)
 
 
+@direct
 @triton.jit(do_not_specialize=["num_chunks"])
 def _scan_kernel(
     chunk_base_ptr,  # [E, num_chunks] int32, counts in, their exclusive prefix sums out
@@ -159,6 +163,7 @@ def _scan_kernel(
     tl.store(tokens_per_expert_ptr + e, total)
 
 
+@direct
 @triton.jit(do_not_specialize=["num_tiles"])
 def _tiles_kernel(
     tokens_per_expert_ptr,  # [E] int32
@@ -192,6 +197,7 @@ def _tiles_kernel(
             tl.store(tile_row_start_ptr + j, -1, mask=j < num_tiles)
 
 
+@direct
 @triton.jit(do_not_specialize=["num_entries", "num_chunks"])
 def _place_kernel(
     topk_indices_ptr,  # [T*K] int32
@@ -236,7 +242,7 @@ def index_lists(
     T, K = topk_indices.shape
     E, pairs = num_experts, topk_indices.numel()
     bound = pairs if max_rows is None else max_rows
-    num_chunks = triton.cdiv(pairs, ENTRIES)
+    num_chunks = cdiv(pairs, ENTRIES)
     num_tiles = max_tiles(bound, E)
 
     def empty(*shape):
@@ -290,6 +296,7 @@ def index_lists(
     return lists
 
 
+@direct
 @triton.jit(do_not_specialize=["num_entries"])
 def _permuted_probs_kernel(
     probs_ptr,  # [T, K], or [T, E] when DENSE
@@ -324,7 +331,7 @@ def permuted_probs(probs: torch.Tensor, lists: IndexLists, dense: bool) -> torch
     out = probs.new_empty(lists.max_rows, dtype=torch.float32)
     pairs = lists.token_index_map.numel()
     if pairs:
-        _permuted_probs_kernel[(triton.cdiv(pairs, 256),)](
+        _permuted_probs_kernel[(cdiv(pairs, 256),)](
             probs.contiguous(),
             lists.token_expert_indices,
             lists.token_index_map,
@@ -338,6 +345,7 @@ def permuted_probs(probs: torch.Tensor, lists: IndexLists, dense: bool) -> torch
     return out
 
 
+@direct
 @triton.jit(do_not_specialize=["T"])
 def _grad_probs_kernel(
     grad_permuted_probs_ptr,  # [R_max] fp32
@@ -376,7 +384,7 @@ def grad_probs(
     out = torch.empty_like(probs, memory_format=torch.contiguous_format)
     BLOCK_T, BLOCK_N = 32, min(128, triton.next_power_of_2(N))
     if T:
-        _grad_probs_kernel[(triton.cdiv(T, BLOCK_T), triton.cdiv(N, BLOCK_N))](
+        _grad_probs_kernel[(cdiv(T, BLOCK_T), cdiv(N, BLOCK_N))](
             grad_permuted_probs,
             lists.token_expert_indices,
             lists.token_index_map,

@@ -9,9 +9,6 @@ import torch
 
 SLICE = 128  # columns of a workspace slice come in multiples of this
 MARGIN = 16  # a workspace may raise the peak by 1/MARGIN
-GATHER_SLICES = 4  # more slices than this, and a weight gradient gathers inside its kernel
-COPY_WIDTH = 1536  # so it does if its other operand is narrower: looking up costs less than a copy
-COPY_FFN = 4096  # from this F on, a copy of the rows costs less than looking them up in a kernel
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.launch import direct
+from moeblaze_megatron.ops.tiles import cdiv
 
 SIZE = 32  # columns that share a scale
 BLOCKS = 64  # blocks of a program
@@ -31,6 +33,7 @@ def _blocks_of_program(R, W: tl.constexpr, BLOCKS: tl.constexpr):
     return block, in_use, row.to(tl.int64)[:, None] * W + column, in_use[:, None] & (column < W)
 
 
+@direct
 @triton.jit
 def _quantize_kernel(
     x_ptr,  # [R, W]
@@ -69,10 +72,10 @@ def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Te
         values [R, W] float8_e4m3fn and scales [R, cdiv(W, 32)] float8_e8m0fnu.
     """
     rows, W = x.shape
-    blocks = triton.cdiv(W, SIZE)
+    blocks = cdiv(W, SIZE)
     values = x.new_empty(rows, W, dtype=torch.float8_e4m3fn)
     scales = x.new_empty(rows, blocks, dtype=torch.float8_e8m0fnu)
-    _quantize_kernel[(triton.cdiv(rows * blocks, BLOCKS),)](
+    _quantize_kernel[(cdiv(rows * blocks, BLOCKS),)](
         x,
         values.view(torch.uint8),
         scales.view(torch.uint8),
@@ -84,6 +87,7 @@ def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Te
     return values, scales
 
 
+@direct
 @triton.jit
 def _dequantize_kernel(
     values_ptr,  # [R, W] e4m3, as its bits
@@ -115,7 +119,7 @@ def dequantize(
     """
     rows, W = values.shape
     out = values.new_empty(rows, W, dtype=dtype)
-    _dequantize_kernel[(triton.cdiv(scales.numel(), BLOCKS),)](
+    _dequantize_kernel[(cdiv(scales.numel(), BLOCKS),)](
         values.view(torch.uint8),
         scales.view(torch.uint8),
         out,
