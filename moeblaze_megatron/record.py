@@ -6,6 +6,7 @@ steps of the MoE layer. The last rank writes steps.jsonl, a line for each iterat
 writes rank<r>.json at its end.
 """
 
+import argparse
 import functools
 import inspect
 import json
@@ -186,3 +187,13 @@ def record(folder: Path) -> Recorder:
 
     MoELayer.forward = layer_forward
     return recorder
+
+
+if __name__ == "__main__":
+    summary, _, details = __doc__.partition("\n\n")
+    argparse.ArgumentParser(
+        prog="MOEBLAZE_RECORD=FOLDER torchrun [...] -m moeblaze_megatron [SCRIPT.py] [flags]",
+        usage="%(prog)s\nThis module is no command of its own.",
+        description=f"{summary}\n\n{details}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()

@@ -209,7 +209,9 @@ def test_missing_packages_are_named(monkeypatch):
 
 def test_command_line_names_what_is_wrong(plain_env):
     for words, message in (
-        (["nowhere"], "shape 'nowhere' is neither"),
+        (["layer", "nowhere"], "shape 'nowhere' is neither"),
+        (["laier"], "'laier' is neither a command (layer, memory, "),
+        (["laier"], "; did you mean layer"),
         (["layer", "--steps", "3"], "--steps is at least 10"),
         (["layer", "--peers", "magic"], "--peers: 'magic' is none of dense, moeblaze"),
         (["scaling", "64,32,16,4,2"], "E is at least 4*K"),

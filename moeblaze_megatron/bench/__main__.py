@@ -5,6 +5,7 @@ all; every system's output and gradients are first compared with an fp32 referen
 """
 
 import argparse
+import difflib
 import json
 import os
 import sys
@@ -421,10 +422,15 @@ def settle(arguments) -> None:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words, p = sys.argv[1:], parser()
     if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
+        if words and words[0].isidentifier() and words[0] not in SHAPES:
+            near = difflib.get_close_matches(words[0], [*COMMANDS, *SHAPES])
+            p.error(
+                f"{words[0]!r} is neither a command ({', '.join(COMMANDS)}) nor a shape "
+                f"({', '.join(SHAPES)})" + f"; did you mean {' or '.join(near)}?" * bool(near)
+            )
         words = ["layer", *words]
-    p = parser()
     arguments = p.parse_args(words)
     try:
         settle(arguments)
