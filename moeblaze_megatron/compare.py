@@ -151,7 +151,7 @@ def run(training: list[str], processes: int, folder: Path, show: Callable[[str],
     folder.mkdir(parents=True)
     command = [*quickstart.launcher_command(processes), *training]
     env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-    env |= os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
+    env |= quickstart.NO_MULTICAST | os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
     lines, log = [], folder / "train.log"
     with (
         open(log, "w") as file,
@@ -294,11 +294,16 @@ def table(report: dict) -> str:
     gaps = report["differences"]
     ours, noise = (gaps[key]["mean_second_half"] for key in ("dispatchers", "seeds"))
     verdict = "within" if ours <= noise else "OUTSIDE"
+    built = "".join(
+        f"{name}: {run['layer']['dispatcher']} and {run['layer']['experts']}\n"
+        for name, run in zip(names[:2], runs, strict=False)
+        if run["layer"]
+    )
     note = "Times on a CPU are those of eager twins and say nothing about a GPU.\n"
     return (
         f"{text}\n\nmean difference of the losses in the second half of the run: "
         f"{ours:.6f} between the dispatchers, {noise:.6f} between two seeds: "
-        f"{verdict} the noise\n{note if report['cpu'] else ''}{said(report['versions'])}"
+        f"{verdict} the noise\n{note if report['cpu'] else ''}{built}{said(report['versions'])}"
     )
 
 

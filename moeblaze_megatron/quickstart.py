@@ -31,6 +31,9 @@ VALID_EVERY = 16
 MIN_BYTES = 2 * PIECE * VALID_EVERY
 MAX_BYTES = 64 << 20
 OUR_FILES = ("data", "checkpoint", "train.log")
+# For processes that share a host, where their environment does not say otherwise: multicast over
+# NVLink is not to be had on every machine, and what is compared should not depend on it.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 MARK = ".moeblaze-quickstart"  # a file in the directories whose OUR_FILES --force may delete
 
 # Megatron's names for the sizes of the model and of a step.
@@ -237,14 +240,18 @@ def write_dataset(texts, data):
         builder.finalize(str(data / f"{name}.idx"))
 
 
-def launcher_command(processes=1):
-    """The launcher under torchrun, up to where the script and its flags follow."""
+def torchrun_command(processes):
+    """torchrun with `processes` on this machine, up to where `-m` and a module follow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [*torchrun, "-m", "moeblaze_megatron"]
+    return [*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(port)]
+
+
+def launcher_command(processes=1):
+    """The launcher under torchrun, up to where the script and its flags follow."""
+    return [*torchrun_command(processes), "-m", "moeblaze_megatron"]
 
 
 def training_flags(sizes, data, last):

@@ -13,6 +13,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,18 @@ class Recorder:
             (total.rows, total.dispatches) if total.dispatches else (self.rows, self.dispatches)
         )
         iterations = min(TIMED_UNTIL, self.step - 1) - 1
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        versions = {
+            "moeblaze-megatron": __version__,
+            "megatron-core": megatron.core.__version__.partition("+")[0],
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        }
+        if args.transformer_impl == "transformer_engine":
+            versions["transformer-engine"] = version("transformer-engine")
+        on_gpu = torch.cuda.is_available()
+        versions["device"] = torch.cuda.get_device_name() if on_gpu else "CPU"
         result = {
-            "versions": {
-                "moeblaze-megatron": __version__,
-                "megatron-core": megatron.core.__version__.partition("+")[0],
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "device": device,
-            },
+            "versions": versions,
             "world_size": args.world_size,
             "tokens_per_iteration": args.global_batch_size * args.seq_length,
             "flops_per_iteration": num_floating_point_operations(args, args.global_batch_size),

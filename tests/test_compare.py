@@ -134,6 +134,7 @@ def test_runs_are_compared_and_resumed(plain_env, tmp_path):
     assert ours["held_bytes_per_token"] < stock["held_bytes_per_token"]
     assert report["versions"]["megatron-core"] == version("megatron-core") and report["cpu"]
     assert ours["layer"]["experts"] == "MoEBlazeExperts"
+    assert "alltoall: MoEAlltoAllTokenDispatcher and SequentialMLP\nmoeblaze: MoEBlaze" in output
     T, K = 128, 2
     assert T < ours["rows_per_dispatch"] < stock["rows_per_dispatch"] == T * K
     assert ours["tokens_per_s"] == pytest.approx(8 * 64 / ours["ms_per_iteration"] * 1e3)
