@@ -204,6 +204,19 @@ def test_rows_gemm_example(ops, device, gather, transposed):
     assert torch.equal(out[:2], column([20.0, 300.0], device))
 
 
+@pytest.mark.parametrize("gather", [True, False])
+def test_fc2_dgrad_example(ops, device, gather):
+    lists = ops.index_lists(ints([[-1], [0]] if gather else [[0]], device), 1)
+    grad_output = column([7.0, 1.0] if gather else [1.0], device)
+    fc1_output, prob = column([3.0] * lists.max_rows, device), torch.tensor([0.5], device=device)
+    activation = Activation("squared_relu")
+    grad, act, grad_prob = ops.fc2_dgrad(
+        grad_output, scalars([2.0], device), fc1_output, prob, lists, activation, gather
+    )
+    assert torch.equal(grad[:1], column([6.0], device)) and grad is fc1_output
+    assert torch.equal(act[:1], column([4.5], device)) and grad_prob[0] == 18
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("gather", [None, "a", "b"])
 def test_wgrad_example(ops, device, gather, accumulate):

@@ -11,7 +11,7 @@ from moeblaze_megatron.ops.experts import kernels_for
 GEMMS = ("fc1", "fc2", "fc2 dgrad", "fc1 dgrad", "fc2 wgrad", "fc1 wgrad")
 KERNELS = (
     *("index lists", "gather", "fc1", "fc1, copied rows", "fc2", "combine", "fc2 dgrad"),
-    *("activation backward", "fc1 dgrad", "fc2 wgrad", "fc2 wgrad, lookup", "fc1 wgrad"),
+    *("fc2 dgrad, lookup", "fc1 dgrad", "fc2 wgrad", "fc2 wgrad, lookup", "fc1 wgrad"),
     *("fc1 wgrad, lookup", *(f"{gemm}, dense" for gemm in GEMMS)),
 )
 
@@ -37,7 +37,6 @@ def kernel_calls(
     grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
 
     fc1_flops, fc2_flops = 2 * R * H * shape.fc1_width, 2 * R * H * F
-    elements = F * (6 if activation.gated else 4)
     calls = {
         "index lists": lambda: index_lists_from_topk(inputs.topk_indices, shape.E),
         "gather": lambda: kernels.gather(x, lists, rows, 0),
@@ -47,9 +46,11 @@ def kernel_calls(
         ),
         "fc2": lambda: kernels.rows_gemm(act, fc2_weight, lists, rows, 0, False, True),
         "combine": lambda: kernels.combine(rows, lists, output, 0),
-        "fc2 dgrad": lambda: kernels.rows_gemm(grad_output, fc2_weight, lists, act, 0, True, False),
-        "activation backward": lambda: kernels.activation_backward(
-            act, fc1_output, permuted_probs, lists, activation
+        "fc2 dgrad": lambda: kernels.fc2_dgrad(
+            rows, fc2_weight, fc1_output, permuted_probs, lists, activation, False
+        ),
+        "fc2 dgrad, lookup": lambda: kernels.fc2_dgrad(
+            grad_output, fc2_weight, fc1_output, permuted_probs, lists, activation, True
         ),
         "fc1 dgrad": lambda: kernels.rows_gemm(
             fc1_output, fc1_weight, lists, rows, 0, False, False
@@ -72,7 +73,6 @@ def kernel_calls(
         "index lists": 4 * (2 * T * shape.K + R),
         "gather": 2 * R * H * size,
         "combine": (R + T) * H * size,
-        "activation backward": R * elements * size + 8 * R,
     }
     work = {
         name: (traffic[name], "TB/s")

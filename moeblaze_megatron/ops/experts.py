@@ -213,15 +213,13 @@ class _Experts(torch.autograd.Function):
             grad_b2 = ops.bias_grad(grad_output, lists, fc2_bias, permuted_probs)
 
         # grad_act = gather(grad_output) W2
+        # grad_fc1_output = grad_act * prob * f'(fc1_output)
+        # grad_prob = sum over F of grad_act * f(fc1_output)
         ffn = fc2_weight.shape[2]
         workspace = given or sizes.fc2_wgrad_workspace
         rows, gather = _rows_of(ops, grad_output, lists, ffn, workspace)
-        grad_act = fc1_output.new_empty(lists.max_rows, ffn)
-        ops.rows_gemm(rows, fc2_weight, lists, grad_act, 0, gather, transposed=False)
-        # grad_fc1_output = grad_act * prob * f'(fc1_output)
-        # grad_prob = sum over F of grad_act * f(fc1_output)
-        grad_fc1_output, act, grad_permuted_probs = ops.activation_backward(
-            grad_act, fc1_output, permuted_probs, lists, ctx.activation
+        grad_fc1_output, act, grad_permuted_probs = ops.fc2_dgrad(
+            rows, fc2_weight, fc1_output, permuted_probs, lists, ctx.activation, gather
         )
         if needs_probs:
             if fc2_bias is not None:  # grad_prob += gather(grad_output) . b2
@@ -235,7 +233,7 @@ class _Experts(torch.autograd.Function):
                 side = "a" if rows is grad_output else None
                 ops.wgrad(rows, act, lists, part, accumulate, side)
             del slices
-        del rows, grad_act, act
+        del rows, act
         if needs_b1:  # grad_b1[e] = sum of grad_fc1_output
             grad_b1 = ops.bias_grad(grad_fc1_output, lists, fc1_bias)
         if needs_x:  # grad_x[t] = sum_k (grad_fc1_output W1)[token_index_map[t, k]]

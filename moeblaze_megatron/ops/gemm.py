@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moeblaze_megatron.ops import hopper
-from moeblaze_megatron.ops.activation import Activation, activate
+from moeblaze_megatron.ops.activation import Activation, activate, activation_backward
 from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.tiles import GROUP, bind_device, input_precision, tile_for
 
@@ -291,6 +291,36 @@ def rows_gemm(
             num_stages=tile.num_stages,
         )
     return out
+
+
+def fc2_dgrad(
+    grad_output: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    fc1_output: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: Activation,
+    gather: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """grad_act = grad_output W2 by row, and the backward of act = prob * f(fc1_output).
+
+    Args:
+        grad_output: [T, H] when `gather` (rows are looked up by token), else [R, H].
+        fc2_weight: [E, H, F].
+        fc1_output: [R, 2F] or [R, F]; becomes its own gradient.
+        permuted_probs: [R] fp32.
+    Returns:
+        grad_fc1_output, act [R, F], grad_permuted_probs [R] fp32.
+    """
+    F = fc2_weight.shape[2]
+    act = fc1_output.new_empty(lists.max_rows, F)
+    if lists.num_tiles and hopper.fits_fc2_dgrad(grad_output, F):
+        grad_permuted_probs = hopper.fc2_dgrad(
+            grad_output, fc2_weight, fc1_output, permuted_probs, lists, activation, act, gather
+        )
+        return fc1_output, act, grad_permuted_probs
+    grad_act = rows_gemm(grad_output, fc2_weight, lists, act, 0, gather, transposed=False)
+    return activation_backward(grad_act, fc1_output, permuted_probs, lists, activation)
 
 
 @triton.jit

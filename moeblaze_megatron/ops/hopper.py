@@ -1,11 +1,13 @@
 """The GEMMs of `gemm` for Hopper GPUs in bf16 and fp16, written in Gluon.
 
-One persistent program a multiprocessor. A ring of shared-memory stages is kept full by one warp
-through TMA and, for rows gathered by index, by two warps through asynchronous copies. Two
-warpgroups multiply with wgmma, each half the rows of a tile, and wait for each other only through
-the ring: while one writes its half out, the other may have the tensor cores to itself, and the next
-tile is already on its way. Same sums in the same order as the plain kernels, bit for bit; SiLU in
-fewer instructions.
+One persistent program a multiprocessor, whose warps share the work. Rows times a weight (fc1, fc2
+and the gradients of their inputs): two warps fill a ring of shared-memory stages, through TMA and,
+for rows looked up by index, through asynchronous copies; two warpgroups multiply with wgmma, each
+half the rows of a tile, and hand the product over in shared memory; two more warps finish it
+(activation and probability, or their backward) and write it out, while the next tile is multiplied.
+Weight gradients: much the same, but the multipliers write their few sums themselves. Products are the
+plain kernels' bit for bit; the activation is computed from fc1_output as it is saved, rounded, and
+SiLU in fewer instructions.
 
 T tokens, E experts, H hidden size, F ffn hidden size, R routed rows. M, N are the rows and columns
 of a weight gradient.
@@ -34,11 +36,13 @@ from moeblaze_megatron.ops.tiles import BLOCK_R, GROUP, bind_device, interpretin
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
-WRITE_N = 64  # columns that leave at once
-STAGES = 4
-NUM_WARPS = 4  # of a warpgroup that multiplies
-MULTIPLY_REGISTERS, LOAD_REGISTERS = 208, 88  # of a thread, by what it does
-WGRAD_REGISTERS = 192, 120  # the same in a weight gradient, whose copies take more addresses
+PART_N = 64  # columns that are handed over or leave together: 128 bytes
+PIECE_R = 16  # rows of a part that are finished at once
+SLOTS = 2  # pairs of pieces of fc1_output on their way, for fc2's dgrad
+NUM_WARPS = 4  # of a warpgroup
+ROWS_STAGES, WGRAD_STAGES = 3, 4
+ROWS_REGISTERS = 168, 176  # of a thread that multiplies, of the others
+WGRAD_REGISTERS = 192, 120  # the same
 
 
 @lru_cache
@@ -57,6 +61,10 @@ def fits(x: torch.Tensor) -> bool:
 
 def fits_fc1(x: torch.Tensor, F: int) -> bool:
     return fits(x) and x.shape[1] % BLOCK_K == 0 and F % (BLOCK_N // 2) == 0
+
+
+def fits_fc2_dgrad(grad_output: torch.Tensor, F: int) -> bool:
+    return fits(grad_output) and grad_output.shape[1] % BLOCK_K == 0 and F % PART_N == 0
 
 
 def fits_rows(a: torch.Tensor) -> bool:
@@ -93,17 +101,13 @@ def _tile_of(index, num_tiles, num_cols, GROUP: gl.constexpr):
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Of the ring: `empty`, which both multipliers say; `copied`, by each of 64 threads that copy;
-    `ready`, after ARRIVALS: of the bytes that TMA brings, and of the copies."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    """Of the ring: `empty`, which both multipliers say, and `ready`, after so many arrivals."""
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=2)
-        mbarrier.init(copied.index(i), count=64)
         mbarrier.init(ready.index(i), count=ARRIVALS)
-    return empty, copied, ready
+    return empty, ready
 
 
 @gluon.jit
@@ -127,86 +131,16 @@ def _release_previous(empty, step, used, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _announce(steps, copied, ready, step, STAGES: gl.constexpr):
-    """Passes `copied` on as `ready`: copies come by another proxy than wgmma reads by."""
-    for _ in range(steps):
-        stage = _await(copied, step, STAGES)
-        fence_async_shared()
-        mbarrier.arrive(ready.index(stage), count=1)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _announce_rows(
-    copied,
-    ready,
-    tile_expert_ptr,  # [num_tiles]
-    num_tiles,
-    num_cols,
-    K: gl.constexpr,
-    GATHER: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """One warp, beside `_copy_rows`."""
-    if GATHER:
-        step = 0
-        for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
-            tile, _ = _tile_of(index, num_tiles, num_cols, GROUP)
-            if gl.load(tile_expert_ptr + tile) >= 0:
-                step = _announce(K // BLOCK_K, copied, ready, step, STAGES)
-
-
-@gluon.jit
-def _copy_rows(
+def _load_rows(
     a_ptr,  # [T, K] when GATHER, else unused
-    a_stages,
-    empty,
-    copied,
-    expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
-    tile_expert_ptr,  # [num_tiles]
-    tile_row_start_ptr,  # [num_tiles]
-    num_tiles,
-    num_cols,
-    K: gl.constexpr,
-    GATHER: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Two warps: rows by token, 16 bytes a thread and copy."""
-    if GATHER:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
-        depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-        step = 0
-        for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
-            tile, _ = _tile_of(index, num_tiles, num_cols, GROUP)
-            expert = gl.load(tile_expert_ptr + tile)
-            if expert >= 0:
-                row_start = gl.load(tile_row_start_ptr + tile)
-                rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-                end = gl.load(expert_token_offsets_ptr + expert + 1)
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
-                ptrs = a_ptr + token.to(gl.int64)[:, None] * K + depth[None, :]
-                for k0 in range(0, K, BLOCK_K):
-                    stage = _await_empty(empty, step, STAGES)
-                    async_copy.async_copy_global_to_shared(a_stages.index(stage), ptrs + k0)
-                    async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
-                    step += 1
-
-
-@gluon.jit
-def _fetch_rows(
     a_desc,  # [R, K] unless GATHER, else unused
     weight_desc,  # [E * weight_rows, K] when N_FIRST, else [E * weight_rows, N]
     a_stages,
     weight_stages,
     empty,
     ready,
+    expert_token_indices_ptr,  # [R]
+    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
     num_tiles,
@@ -216,18 +150,20 @@ def _fetch_rows(
     K: gl.constexpr,
     GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
-    GATED: gl.constexpr,
+    PARTS: gl.constexpr,  # gate and up halves are two loads
+    BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp: weights, and rows that need no lookup, by TMA."""
-    PARTS: gl.constexpr = 2 if GATED else 1  # gate and up halves are two loads
+    """Two warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each."""
     COLS: gl.constexpr = BLOCK_N // PARTS
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
         0 if GATHER else a_desc.block_type.nbytes
     )
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     step = 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
@@ -236,6 +172,11 @@ def _fetch_rows(
             row_start = gl.load(tile_row_start_ptr + tile)
             n0 = n_start + col * COLS
             first = expert * weight_rows
+            if GATHER:
+                rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
+                end = gl.load(expert_token_offsets_ptr + expert + 1)
+                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+                ptrs = a_ptr + token.to(gl.int64)[:, None] * K + depth[None, :]
             for k0 in range(0, K, BLOCK_K):
                 stage = _await_empty(empty, step, STAGES)
                 bar = ready.index(stage)
@@ -252,7 +193,10 @@ def _fetch_rows(
                     tma.async_copy_global_to_shared(
                         weight_desc, [first + k0, n0], bar, weight_stages.index(stage)
                     )
-                if not GATHER:
+                if GATHER:
+                    async_copy.async_copy_global_to_shared(a_stages.index(stage), ptrs + k0)
+                    async_copy.mbarrier_arrive(bar, increment_count=False)
+                else:
                     tma.async_copy_global_to_shared(
                         a_desc, [row_start, k0], bar, a_stages.index(stage)
                     )
@@ -268,70 +212,6 @@ def _halves(value):
 
 
 @gluon.jit
-def _write_part(
-    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
-):  # fmt: skip
-    """A square part of a tile, by TMA; one that ends inside is written row by row."""
-    SIZE: gl.constexpr = value.shape[0]
-    value = value.to(out_ptr.dtype.element_ty)
-    target = buffer.permute((1, 0)) if TRANSPOSED else buffer
-    if row + SIZE <= row_end:
-        tma.store_wait(1)  # the part before the last one has left this buffer
-        target.store(value)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
-    else:
-        tma.store_wait(0)
-        target.store(value)
-        WIDE: gl.constexpr = SIZE // 8
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [4, 1], [1, 0])
-        r = gl.arange(0, SIZE, gl.SliceLayout(1, layout))
-        n = n0 + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
-        ptrs = out_ptr + row.to(gl.int64) * stride + (r[:, None] * stride + n[None, :])
-        inside = (row + r < row_end)[:, None] & (n < cols)[None, :]
-        gl.store(ptrs, buffer.load(layout), mask=inside)
-
-
-@gluon.jit
-def _write_tile(
-    value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
-    buffers,  # shared memory; parts go through the two from `slot` on
-    slot: gl.constexpr,
-    out_desc,  # [rows, cols]
-    out_ptr,  # [rows, cols] by `stride`
-    row,
-    row_end,  # rows from here on belong to the next expert
-    n0,
-    cols,
-    stride,
-    WRITE_N: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-):
-    """Parts of WRITE_N columns, so that one is filled while the other leaves."""
-    HALF: gl.constexpr = value.shape[1] // 2
-    left, right = _halves(value)
-    next_row = row + HALF if TRANSPOSED else row
-    next_n = n0 if TRANSPOSED else n0 + HALF
-    if HALF > WRITE_N:
-        _write_tile(
-            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, WRITE_N,
-            TRANSPOSED,
-        )  # fmt: skip
-        _write_tile(
-            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
-            WRITE_N, TRANSPOSED,
-        )  # fmt: skip
-    else:
-        _write_part(
-            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
-        )
-        _write_part(
-            right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
-            stride, TRANSPOSED,
-        )  # fmt: skip
-
-
-@gluon.jit
 def _multiply(
     half: gl.constexpr,  # of a stage's rows, this warpgroup's
     used,  # whether any of them is in use
@@ -341,6 +221,7 @@ def _multiply(
     ready,
     step,
     K: gl.constexpr,
+    GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -353,6 +234,8 @@ def _multiply(
     if used:
         for k0 in range(0, K, BLOCK_K):
             stage = _await(ready, step, STAGES)
+            if GATHER:  # copies come by another proxy than wgmma reads by
+                fence_async_shared()
             a = a_stages.index(stage).slice(half * HALF_R, HALF_R)
             w = weight_stages.index(stage)
             if N_FIRST:
@@ -419,226 +302,562 @@ def _activate(gate, up, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _act(gate, up, permuted_probs_ptr, row, row_end, ACTIVATION: gl.constexpr):
-    rows = row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
-    prob = gl.load(permuted_probs_ptr + rows, mask=rows < row_end, other=0.0)
-    return _activate(gate, up, ACTIVATION) * prob[:, None]
-
-
-@gluon.jit
-def _write_act(
-    gate,
-    up,  # unused unless gated
-    permuted_probs_ptr,  # [R]
-    buffers,
-    slot: gl.constexpr,
-    act_desc,  # [R, F]
-    act_ptr,  # [R, F]
-    row,
-    row_end,
-    f0,
-    F: gl.constexpr,
-    WRITE_N: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
-    """As `_write_tile`; activation and probability by part, since registers hold no more."""
-    HALF: gl.constexpr = gate.shape[1] // 2
-    gate, right = _halves(gate)
-    up, right_up = _halves(up)
-    if HALF > WRITE_N:
-        _write_act(
-            gate, up, permuted_probs_ptr, buffers, slot, act_desc, act_ptr, row, row_end, f0, F,
-            WRITE_N, ACTIVATION,
-        )  # fmt: skip
-        _write_act(
-            right, right_up, permuted_probs_ptr, buffers, slot, act_desc, act_ptr, row, row_end,
-            f0 + HALF, F, WRITE_N, ACTIVATION,
-        )  # fmt: skip
+def _value_and_slope(v, ACTIVATION: gl.constexpr):
+    """f(v) and f'(v), as `activation._value_and_slope`."""
+    NAME: gl.constexpr = ACTIVATION.name
+    if NAME == "swiglu" or NAME == "silu":
+        s = _approximate("rcp", 1.0 + _approximate("ex2", v * -1.4426950408889634))
+        return v * s, s * (1.0 + v * (1.0 - s))
+    elif NAME == "quick_geglu":
+        s = _approximate("rcp", 1.0 + _approximate("ex2", v * -2.4554669595930155))
+        return v * s, s * (1.0 + 1.702 * v * (1.0 - s))
+    elif NAME == "geglu" or NAME == "gelu":
+        cdf = 0.5 * (1.0 + gl.erf(v * 0.7071067811865476))
+        return v * cdf, cdf + v * 0.3989422804014327 * gl.exp(-0.5 * v * v)
     else:
-        _write_part(
-            _act(gate, up, permuted_probs_ptr, row, row_end, ACTIVATION), buffers.index(slot),
-            act_desc, act_ptr, row, row_end, f0, F, F, False,
-        )  # fmt: skip
-        _write_part(
-            _act(right, right_up, permuted_probs_ptr, row, row_end, ACTIVATION),
-            buffers.index(slot + 1), act_desc, act_ptr, row, row_end, f0 + HALF, F, F, False,
-        )  # fmt: skip
+        gl.static_assert(NAME == "squared_relu")
+        r = gl.where(v <= 0, 0.0, v)  # NaN stays NaN
+        return r * r, 2.0 * r
 
 
 @gluon.jit
-def _add_bias(acc, bias_ptr, f0, F: gl.constexpr, GATED: gl.constexpr):
-    """A tile plus its expert's bias [2F] or [F]; gated, its left half is gate and its right up."""
-    COLS: gl.constexpr = acc.shape[1]
-    n = gl.arange(0, COLS, gl.SliceLayout(0, acc.type.layout))
-    if GATED:
-        bias = gl.load(bias_ptr + f0 + gl.where(n < COLS // 2, n, F - COLS // 2 + n))
+def _hand_over(value, products, first: gl.constexpr, bias_ptr, n0, N, up_shift):
+    """A warpgroup's rows of a tile into shared memory, PART_N columns to a part.
+
+    With its columns' bias, if any: `n0` of N and on, and `up_shift` further for the right half.
+    """
+    PART_N: gl.constexpr = products.shape[2]
+    PARTS: gl.constexpr = products.shape[0] // 2
+    if value.shape[1] > PART_N:
+        left, right = _halves(value)
+        _hand_over(left, products, first, bias_ptr, n0, N, up_shift)
+        _hand_over(right, products, first + left.shape[1] // PART_N, bias_ptr, n0, N, up_shift)
     else:
-        bias = gl.load(bias_ptr + f0 + n, mask=f0 + n < F, other=0.0)
-    return acc + bias.to(gl.float32)[None, :]
+        if bias_ptr is not None:
+            part: gl.constexpr = first % PARTS
+            n = n0 + part * PART_N + gl.arange(0, PART_N, gl.SliceLayout(0, value.type.layout))
+            if part >= PARTS // 2:
+                n += up_shift
+            bias = gl.load(bias_ptr + n, mask=n < N, other=0.0)
+            value += bias.to(gl.float32)[None, :]
+        products.index(first).store(value.to(products.dtype))
 
 
 @gluon.jit
-def _multiply_fc1(
+def _multiply_rows(
     half: gl.constexpr,
-    fc1_bias_ptr,  # [E, 2F] or [E, F], or None
-    permuted_probs_ptr,  # [R]
-    fc1_output_ptr,  # [R, 2F] or [R, F]
-    fc1_output_desc,
-    act_ptr,  # [R, F]
-    act_desc,
+    bias_ptr,  # [E, N], or None
     a_stages,
     weight_stages,
-    buffers,
+    products,
     empty,
     ready,
+    full,
+    free,
     expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
     num_tiles,
     num_cols,
-    H: gl.constexpr,
-    F: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    SAVE: gl.constexpr,
+    N,
+    K: gl.constexpr,
+    GATHER: gl.constexpr,
+    N_FIRST: gl.constexpr,
+    HALVES: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_H: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     HALF_R: gl.constexpr,
-    WRITE_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warpgroup: gate and up side by side in registers, then activation and probability."""
-    COLS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    WIDTH: gl.constexpr = 2 * F if GATED else F
-    step = 0
+    """One warpgroup: its half of a row tile times a weight tile, handed over to `_finish_rows`."""
+    PARTS: gl.constexpr = products.shape[0] // 2
+    COLS: gl.constexpr = BLOCK_N // HALVES
+    step, turn = 0, 0
     for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
         tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
         expert = gl.load(tile_expert_ptr + tile)
         if expert >= 0:
-            row_start = gl.load(tile_row_start_ptr + tile) + half * HALF_R
-            end = gl.load(expert_token_offsets_ptr + expert + 1)
-            used = row_start < end
+            row = gl.load(tile_row_start_ptr + tile) + half * HALF_R
+            used = row < gl.load(expert_token_offsets_ptr + expert + 1)
             acc, step = _multiply(
-                half, used, a_stages, weight_stages, empty, ready, step, H, True, BLOCK_N, BLOCK_H,
-                HALF_R, STAGES,
+                half, used, a_stages, weight_stages, empty, ready, step, K, GATHER, N_FIRST,
+                BLOCK_N, BLOCK_K, HALF_R, STAGES,
             )  # fmt: skip
+            mbarrier.wait(free.index(half), (turn & 1) ^ 1)
             if used:
-                f0 = col * COLS
-                if fc1_bias_ptr is not None:
-                    acc = _add_bias(acc, fc1_bias_ptr + expert.to(gl.int64) * WIDTH, f0, F, GATED)
-                gate, up = acc, acc
-                if GATED:
-                    gate, up = _halves(acc)
-                if SAVE:
-                    _write_tile(
-                        gate, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end,
-                        f0, WIDTH, WIDTH, WRITE_N, False,
-                    )  # fmt: skip
-                    if GATED:
-                        _write_tile(
-                            up, buffers, 2 * half, fc1_output_desc, fc1_output_ptr, row_start, end,
-                            F + f0, WIDTH, WIDTH, WRITE_N, False,
-                        )  # fmt: skip
-                _write_act(
-                    gate, up, permuted_probs_ptr, buffers, 2 * half, act_desc, act_ptr, row_start,
-                    end, f0, F, WRITE_N, ACTIVATION,
-                )  # fmt: skip
+                expert_bias_ptr = bias_ptr
+                if bias_ptr is not None:
+                    expert_bias_ptr = bias_ptr + expert.to(gl.int64) * N
+                up_shift = N // 2 - COLS if HALVES == 2 else 0
+                _hand_over(acc, products, half * PARTS, expert_bias_ptr, col * COLS, N, up_shift)
+                fence_async_shared()
+            mbarrier.arrive(full.index(half), count=1)
+            turn += 1
+
+
+@gluon.jit
+def _piece(
+    ptr, row, col, width: gl.constexpr, PIECE_R: gl.constexpr, PART_N: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Pointers to a piece: one address and small offsets."""
+    r = gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
+    c = gl.arange(0, PART_N, gl.SliceLayout(0, layout))
+    return ptr + row.to(gl.int64) * width + col + (r[:, None] * width + c[None, :])
+
+
+@gluon.jit
+def _finish_product(
+    products, pieces, half, out_ptr, out_desc, row, end, n0, cols, layout: gl.constexpr
+):
+    """Writes a half as it is: by TMA, or row by row where the expert's rows end inside."""
+    PART_N: gl.constexpr = pieces.shape[2]
+    PIECE_R: gl.constexpr = pieces.shape[1]
+    PARTS: gl.constexpr = products.shape[0] // 2
+    ROWS: gl.constexpr = products.shape[1]
+    if row + ROWS <= end:
+        for i in range(PARTS):
+            tma.async_copy_shared_to_global(
+                out_desc, [row, n0 + i * PART_N], products.index(half * PARTS + i)
+            )
+        tma.store_wait(0)
+    else:
+        r = gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
+        c = gl.arange(0, PART_N, gl.SliceLayout(0, layout))
+        for i in range(ROWS // PIECE_R * PARTS):
+            first = row + i % (ROWS // PIECE_R) * PIECE_R
+            n = n0 + i // (ROWS // PIECE_R) * PART_N
+            ptrs = out_ptr + first.to(gl.int64) * cols + n + (r[:, None] * cols + c[None, :])
+            inside = (first + r < end)[:, None] & (n + c < cols)[None, :]
+            value = pieces.index(half * (ROWS // PIECE_R * PARTS) + i).load(layout)
+            gl.store(ptrs, value, mask=inside)
+
+
+@gluon.jit
+def _finish_fc1(
+    products,  # gate columns, then as many up columns when gated
+    pieces,
+    half,
+    fc1_output_ptr,  # [R, 2F] or [R, F]
+    fc1_output_desc,
+    act_ptr,  # [R, F]
+    permuted_probs_ptr,  # [R]
+    row,
+    end,
+    f0,
+    F: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SAVE: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """act = prob * f(fc1_output), and fc1_output itself if it is to be saved."""
+    ROWS: gl.constexpr = products.shape[1]
+    PIECE_R: gl.constexpr = pieces.shape[1]
+    HEIGHT: gl.constexpr = ROWS // PIECE_R  # pieces of a part
+    PART_N: gl.constexpr = products.shape[2]
+    ALL: gl.constexpr = products.shape[0] // 2
+    PARTS: gl.constexpr = ALL // 2 if ACTIVATION.gated else ALL
+    WIDTH: gl.constexpr = 2 * F if ACTIVATION.gated else F
+    if SAVE:
+        if row + ROWS <= end:
+            for i in range(ALL):
+                n = f0 + i // PARTS * F + i % PARTS * PART_N
+                tma.async_copy_shared_to_global(
+                    fc1_output_desc, [row, n], products.index(half * ALL + i)
+                )
+    r = row + gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
+    next_prob = gl.load(permuted_probs_ptr + r, mask=r < end, other=0.0)
+    for height in range(HEIGHT):
+        prob = next_prob[:, None]
+        inside = (r < end)[:, None]
+        r += PIECE_R
+        next_prob = gl.load(permuted_probs_ptr + r, mask=r < end, other=0.0)
+        first = row + height * PIECE_R
+        for i in gl.static_range(PARTS):
+            f = f0 + i * PART_N
+            if F % (PARTS * PART_N) != 0:
+                inside = inside & (f < F)
+            piece = (half * ALL + i) * HEIGHT + height
+            gate = pieces.index(piece).load(layout)
+            up = gate
+            if ACTIVATION.gated:
+                up = pieces.index(piece + PARTS * HEIGHT).load(layout)
+            if SAVE:
+                if row + ROWS > end:
+                    saved_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
+                    gl.store(saved_ptrs, gate, mask=inside)
+                    if ACTIVATION.gated:
+                        gl.store(saved_ptrs + F, up, mask=inside)
+            act = _activate(gate.to(gl.float32), up.to(gl.float32), ACTIVATION) * prob
+            act_ptrs = _piece(act_ptr, first, f, F, PIECE_R, PART_N, layout)
+            gl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_tiles"])
-def _fc1_hopper_kernel(
-    x_ptr,  # [T, H] when GATHER, else unused
-    x_desc,  # [R, H] unless GATHER
-    fc1_weight_desc,  # [E * 2F, H] or [E * F, H]
-    fc1_bias_ptr,  # [E, 2F] or [E, F], or None
-    permuted_probs_ptr,  # [R]
-    fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
+@gluon.jit
+def _fetch_saved(
+    i, fc1_output_desc, saved, loaded, row, f0, F: gl.constexpr, GATED: gl.constexpr,
+    PAIRS: gl.constexpr,
+):  # fmt: skip
+    """Gate and up of the i-th two pieces of a half, by TMA."""
+    PART_N: gl.constexpr = saved.shape[2]
+    HALVES: gl.constexpr = 2 if GATED else 1
+    slot = i % loaded.shape[0]
+    bar = loaded.index(slot)
+    mbarrier.expect(bar, 2 * HALVES * fc1_output_desc.block_type.nbytes)
+    for part in gl.static_range(2):
+        for side in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                fc1_output_desc,
+                [
+                    row + i // PAIRS * saved.shape[1],
+                    side * F + f0 + (i % PAIRS * 2 + part) * PART_N,
+                ],
+                bar,
+                saved.index(4 * slot + 2 * part + side),
+            )
+
+
+@gluon.jit
+def _finish_fc2_dgrad(
+    products,  # grad_act
+    pieces,
+    half,
+    saved,
+    loaded,
+    full,
+    turn,
+    fc1_output_ptr,  # [R, 2F] or [R, F] in; grad_fc1_output out
     fc1_output_desc,
     act_ptr,  # [R, F]
-    act_desc,
+    permuted_probs_ptr,  # [R]
+    grad_permuted_probs_ptr,  # [R], of these columns
+    row,
+    end,
+    f0,
+    F: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """`activation.activation_backward` by pieces, for which fc1_output is fetched ahead."""
+    GATED: gl.constexpr = ACTIVATION.gated
+    PIECE_R: gl.constexpr = pieces.shape[1]
+    HEIGHT: gl.constexpr = products.shape[1] // PIECE_R
+    PART_N: gl.constexpr = products.shape[2]
+    PARTS: gl.constexpr = products.shape[0] // 2
+    PAIRS: gl.constexpr = PARTS // 2
+    SLOTS: gl.constexpr = loaded.shape[0]
+    WIDTH: gl.constexpr = 2 * F if GATED else F
+    dtype: gl.constexpr = act_ptr.dtype.element_ty
+    gl.static_assert(HEIGHT * PAIRS % (2 * SLOTS) == 0)  # so that every half begins alike
+    for i in range(SLOTS):
+        _fetch_saved(i, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
+    r = row + gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
+    next_prob = gl.load(permuted_probs_ptr + r, mask=r < end, other=0.0)
+    mbarrier.wait(full.index(half), turn & 1)
+    for height in range(HEIGHT):
+        prob = next_prob[:, None]
+        next_prob = gl.load(permuted_probs_ptr + r + PIECE_R, mask=r + PIECE_R < end, other=0.0)
+        first = row + height * PIECE_R
+        grad_probs = gl.zeros((PIECE_R, PART_N), gl.float32, layout)
+        for pair in range(PAIRS):
+            i = height * PAIRS + pair
+            slot = i % SLOTS
+            mbarrier.wait(loaded.index(slot), i // SLOTS & 1)
+            for part in gl.static_range(2):
+                f = f0 + (2 * pair + part) * PART_N
+                inside = (r < end)[:, None]
+                if F % (PARTS * PART_N) != 0:
+                    inside = inside & (f < F)
+                piece = (half * PARTS + 2 * pair + part) * HEIGHT + height
+                grad_act = pieces.index(piece).load(layout).to(gl.float32)
+                gate = saved.index(4 * slot + 2 * part).load(layout).to(gl.float32)
+                up = gate
+                if GATED:
+                    up = saved.index(4 * slot + 2 * part + 1).load(layout).to(gl.float32)
+                value, slope = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+                grad = grad_act * prob
+                gate_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
+                if GATED:
+                    grad_up = grad * value
+                    if ACTIVATION.clamp is not None:
+                        grad_up = gl.where(gl.abs(up) > ACTIVATION.clamp, 0.0, grad_up)
+                        slope = gl.where(gate > ACTIVATION.clamp, 0.0, slope)
+                    gl.store(gate_ptrs + F, grad_up.to(dtype), mask=inside)
+                    factor = _factor(up, ACTIVATION)
+                    value *= factor
+                    grad *= factor
+                gl.store(gate_ptrs, (grad * slope).to(dtype), mask=inside)
+                act_ptrs = _piece(act_ptr, first, f, F, PIECE_R, PART_N, layout)
+                gl.store(act_ptrs, (value * prob).to(dtype), mask=inside)
+                if F % (PARTS * PART_N) != 0:
+                    value = gl.where(inside, value, 0.0)
+                grad_probs += grad_act * value
+            if i + SLOTS < HEIGHT * PAIRS:
+                _fetch_saved(i + SLOTS, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
+        gl.store(grad_permuted_probs_ptr + r, gl.sum(grad_probs, 1), mask=r < end)
+        r += PIECE_R
+
+
+@gluon.jit
+def _finish_rows(
+    out_ptr,
+    out_desc,
+    act_ptr,
+    permuted_probs_ptr,
+    grad_permuted_probs_ptr,
+    R,
+    products,
+    pieces,
+    saved,
+    loaded,
+    full,
+    free,
+    expert_token_offsets_ptr,  # [E+1]
+    tile_expert_ptr,  # [num_tiles]
+    tile_row_start_ptr,  # [num_tiles]
+    num_tiles,
+    num_cols,
+    cols,
+    F: gl.constexpr,
+    STEP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SAVE: gl.constexpr,
+    COLS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Two warps: what follows on the product, while the next tile is multiplied.
+
+    Its loops are real ones: unrolled code of this length would come from beyond the caches.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    turn = 0
+    for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
+        tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
+        expert = gl.load(tile_expert_ptr + tile)
+        if expert >= 0:
+            row_start = gl.load(tile_row_start_ptr + tile)
+            end = gl.load(expert_token_offsets_ptr + expert + 1)
+            n0 = col * COLS
+            for half in range(2):
+                row = row_start + half * products.shape[1]
+                if row < end:
+                    if STEP == "fc2_dgrad":
+                        _finish_fc2_dgrad(
+                            products, pieces, half, saved, loaded, full, turn, out_ptr, out_desc,
+                            act_ptr, permuted_probs_ptr,
+                            grad_permuted_probs_ptr + col.to(gl.int64) * R, row, end, n0, F,
+                            ACTIVATION, layout,
+                        )  # fmt: skip
+                    else:
+                        mbarrier.wait(full.index(half), turn & 1)
+                        if STEP == "fc1":
+                            _finish_fc1(
+                                products, pieces, half, out_ptr, out_desc, act_ptr,
+                                permuted_probs_ptr, row, end, n0, F, ACTIVATION, SAVE, layout,
+                            )  # fmt: skip
+                        else:
+                            _finish_product(
+                                products, pieces, half, out_ptr, out_desc, row, end, n0, cols,
+                                layout,
+                            )  # fmt: skip
+                else:
+                    mbarrier.wait(full.index(half), turn & 1)
+                mbarrier.arrive(free.index(half), count=1)
+            turn += 1
+
+
+@gluon.jit(do_not_specialize=["num_tiles"])
+def _rows_hopper_kernel(
+    a_ptr,  # [T, K] when GATHER, else unused
+    a_desc,  # [R, K] unless GATHER
+    weight_desc,  # [E * N, K] when N_FIRST, else [E * K, N]
+    bias_ptr,  # [E, N] or None
+    out_ptr,  # [R, cols]; of STEP "fc1" fc1_output, of "fc2_dgrad" too, replaced by its gradient
+    out_desc,
+    act_ptr,  # [R, F] for the two
+    permuted_probs_ptr,  # [R] for the two
+    grad_permuted_probs_ptr,  # [num_cols, R], to be summed, for "fc2_dgrad"
+    R,
     expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
     num_tiles,
-    H: gl.constexpr,
+    n_start,  # of the product's columns, `cols` from here on
+    cols,
+    weight_rows,
+    K: gl.constexpr,
     F: gl.constexpr,
+    STEP: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
     SAVE: gl.constexpr,
     GATHER: gl.constexpr,
+    N_FIRST: gl.constexpr,
+    HALVES: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_H: gl.constexpr,
+    BLOCK_K: gl.constexpr,
     HALF_R: gl.constexpr,
-    WRITE_N: gl.constexpr,
+    PART_N: gl.constexpr,
+    PIECE_R: gl.constexpr,
+    SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
+    OTHER_REGISTERS: gl.constexpr,
 ):
-    """act = prob * f(x W^T + b). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
-    PARTS: gl.constexpr = 2 if GATED else 1
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_H], dtype)
-    x_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_H], rows_layout)
+    """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]
+
+    STEP "fc1": fc1_output, and act = prob * f(fc1_output); HALVES = 2 has gate and up columns side
+    by side in a tile. "fc2_dgrad": grad_act, and at once the backward of the activation. Else the
+    product as it is.
+    """
+    dtype: gl.constexpr = a_ptr.dtype.element_ty
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_K], dtype)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_R, PART_N], dtype)
+    a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_K], rows_layout)
+    weight_shape: gl.constexpr = [BLOCK_N, BLOCK_K] if N_FIRST else [BLOCK_K, BLOCK_N]
     weight_stages = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_N, BLOCK_H], fc1_weight_desc.layout
+        dtype,
+        [STAGES] + weight_shape,  # noqa: RUF005 (Gluon has no starred lists)
+        weight_desc.layout,
     )
-    buffers = gl.allocate_shared_memory(dtype, [4, HALF_R, WRITE_N], act_desc.layout)
-    empty, copied, ready = _barriers(STAGES, 2 if GATHER else 1)
-    num_cols = gl.cdiv(F, BLOCK_N // PARTS)
+    PARTS: gl.constexpr = BLOCK_N // PART_N
+    products = gl.allocate_shared_memory(dtype, [2 * PARTS, HALF_R, PART_N], part_layout)
+    pieces = products._reinterpret(
+        dtype, [2 * PARTS * HALF_R // PIECE_R, PIECE_R, PART_N], part_layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    saved, loaded = pieces, full
+    if STEP == "fc2_dgrad":
+        saved = gl.allocate_shared_memory(dtype, [4 * SLOTS, PIECE_R, PART_N], part_layout)
+        loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(loaded.index(i), count=1)
+    empty, ready = _barriers(STAGES, 65 if GATHER else 1)
+    num_cols = gl.cdiv(cols, BLOCK_N // HALVES)
     gl.warp_specialize(
         [
             (
-                _multiply_fc1,
+                _multiply_rows,
                 (
-                    0, fc1_bias_ptr, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr,
-                    act_desc, x_stages, weight_stages, buffers, empty, ready,
+                    0, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, H, F, ACTIVATION, GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N,
+                    num_cols, HALVES * cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
                     GROUP, STAGES,
                 ),
             ),
             (
-                _multiply_fc1,
+                _multiply_rows,
                 (
-                    1, fc1_bias_ptr, permuted_probs_ptr, fc1_output_ptr, fc1_output_desc, act_ptr,
-                    act_desc, x_stages, weight_stages, buffers, empty, ready,
+                    1, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, H, F, ACTIVATION, GATED, SAVE, BLOCK_N, BLOCK_H, HALF_R, WRITE_N,
+                    num_cols, HALVES * cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
                     GROUP, STAGES,
                 ),
             ),
             (
-                _copy_rows,
+                _finish_rows,
                 (
-                    x_ptr, x_stages, empty, copied, expert_token_indices_ptr,
-                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, H, GATHER, BLOCK_R, BLOCK_H, GROUP, STAGES,
+                    out_ptr, out_desc, act_ptr, permuted_probs_ptr, grad_permuted_probs_ptr, R,
+                    products, pieces, saved, loaded, full, free, expert_token_offsets_ptr,
+                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, cols, F, STEP,
+                    ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP,
                 ),
             ),
             (
-                _fetch_rows,
+                _load_rows,
                 (
-                    x_desc, fc1_weight_desc, x_stages, weight_stages, empty, ready,
-                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, 0, PARTS * F, H,
-                    GATHER, True, GATED, BLOCK_N, BLOCK_H, GROUP, STAGES,
-                ),
-            ),
-            (
-                _announce_rows,
-                (
-                    copied, ready, tile_expert_ptr, num_tiles, num_cols, H, GATHER, BLOCK_H, GROUP,
-                    STAGES,
+                    a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
+                    expert_token_indices_ptr, expert_token_offsets_ptr, tile_expert_ptr,
+                    tile_row_start_ptr, num_tiles, num_cols, n_start, weight_rows, K, GATHER,
+                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
                 ),
             ),
         ],
-        [4, 2, 1, 1],
-        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+        [4, 2, 2],
+        [MULTIPLY_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )  # fmt: skip
+
+
+def _rows(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    n_start: int,
+    cols: int,
+    gather: bool,
+    transposed: bool,
+    step: str = "",
+    activation: Activation | None = None,
+    save: bool = True,
+    act: torch.Tensor | None = None,
+    permuted_probs: torch.Tensor | None = None,
+    grad_permuted_probs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    E, weight_rows, weight_cols = weight.shape
+    halves = 2 if step == "fc1" and activation.gated else 1
+    block = (BLOCK_N // halves, BLOCK_K) if transposed else (BLOCK_K, BLOCK_N)
+    _rows_hopper_kernel[(_programs(a.device),)](
+        a,
+        None if gather else _descriptor(a, BLOCK_R, BLOCK_K),
+        _descriptor(weight.view(E * weight_rows, weight_cols), *block),
+        bias,
+        out,
+        _descriptor(out, PIECE_R if step == "fc2_dgrad" else HALF_R, PART_N),
+        act,
+        permuted_probs,
+        grad_permuted_probs,
+        lists.max_rows,
+        lists.expert_token_indices,
+        lists.expert_token_offsets,
+        lists.tile_expert,
+        lists.tile_row_start,
+        lists.num_tiles,
+        n_start,
+        cols,
+        weight_rows,
+        a.shape[1],
+        cols if step else 0,
+        step,
+        activation,
+        save,
+        gather,
+        transposed,
+        halves,
+        BLOCK_R,
+        BLOCK_N,
+        BLOCK_K,
+        HALF_R,
+        PART_N,
+        PIECE_R,
+        SLOTS,
+        GROUP,
+        ROWS_STAGES,
+        *ROWS_REGISTERS,
+        num_warps=NUM_WARPS,
+    )
+
+
+def rows_gemm(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    lists: IndexLists,
+    out: torch.Tensor,
+    n_start: int,
+    gather: bool,
+    transposed: bool,
+) -> None:
+    """`gemm.rows_gemm`."""
+    _rows(a, weight, lists, out, n_start, out.shape[1], gather, transposed)
 
 
 def fc1(
@@ -653,217 +872,95 @@ def fc1(
     bias: torch.Tensor | None,
 ) -> None:
     """`gemm.fc1` into given buffers; fc1_output None is not saved."""
-    E, width, H = fc1_weight.shape
-    F = act.shape[1]
-    gated = activation.gated
-    saved = act if fc1_output is None else fc1_output
-    _fc1_hopper_kernel[(_programs(x.device),)](
-        x,
-        None if gather else _descriptor(x, BLOCK_R, BLOCK_K),
-        _descriptor(fc1_weight.view(E * width, H), BLOCK_N // 2 if gated else BLOCK_N, BLOCK_K),
-        bias,
-        permuted_probs,
-        saved,
-        _descriptor(saved, HALF_R, WRITE_N),
-        act,
-        _descriptor(act, HALF_R, WRITE_N),
-        lists.expert_token_indices,
-        lists.expert_token_offsets,
-        lists.tile_expert,
-        lists.tile_row_start,
-        lists.num_tiles,
-        H,
-        F,
-        activation,
-        gated,
-        fc1_output is not None,
-        gather,
-        BLOCK_R,
-        BLOCK_N,
-        BLOCK_K,
-        HALF_R,
-        WRITE_N,
-        GROUP,
-        STAGES,
-        MULTIPLY_REGISTERS,
-        LOAD_REGISTERS,
-        num_warps=NUM_WARPS,
-    )
-
-
-@gluon.jit
-def _multiply_rows(
-    half: gl.constexpr,
-    out_ptr,  # [R, cols]
-    out_desc,
-    a_stages,
-    weight_stages,
-    buffers,
-    empty,
-    ready,
-    expert_token_offsets_ptr,  # [E+1]
-    tile_expert_ptr,  # [num_tiles]
-    tile_row_start_ptr,  # [num_tiles]
-    num_tiles,
-    num_cols,
-    cols,
-    K: gl.constexpr,
-    N_FIRST: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    HALF_R: gl.constexpr,
-    WRITE_N: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """One warpgroup of a row tile times a weight tile."""
-    step = 0
-    for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
-        tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
-        expert = gl.load(tile_expert_ptr + tile)
-        if expert >= 0:
-            row_start = gl.load(tile_row_start_ptr + tile) + half * HALF_R
-            end = gl.load(expert_token_offsets_ptr + expert + 1)
-            used = row_start < end
-            acc, step = _multiply(
-                half, used, a_stages, weight_stages, empty, ready, step, K, N_FIRST, BLOCK_N,
-                BLOCK_K, HALF_R, STAGES,
-            )  # fmt: skip
-            if used:
-                _write_tile(
-                    acc, buffers, 2 * half, out_desc, out_ptr, row_start, end, col * BLOCK_N, cols,
-                    cols, WRITE_N, False,
-                )  # fmt: skip
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["num_tiles"])
-def _rows_hopper_kernel(
-    a_ptr,  # [T, K] when GATHER, else unused
-    a_desc,  # [R, K] unless GATHER
-    weight_desc,  # [E * N, K] when N_FIRST, else [E * K, N]
-    out_ptr,  # [R, cols], columns n_start .. n_start + cols of the product
-    out_desc,
-    expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
-    tile_expert_ptr,  # [num_tiles]
-    tile_row_start_ptr,  # [num_tiles]
-    num_tiles,
-    n_start,
-    cols,
-    weight_rows,
-    K: gl.constexpr,
-    GATHER: gl.constexpr,
-    N_FIRST: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    HALF_R: gl.constexpr,
-    WRITE_N: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
-):
-    """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]"""
-    dtype: gl.constexpr = a_ptr.dtype.element_ty
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_K], dtype)
-    a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_K], rows_layout)
-    weight_stages = gl.allocate_shared_memory(
-        dtype,
-        [STAGES] + weight_desc.block_type.shape,  # noqa: RUF005 (Gluon has no starred lists)
-        weight_desc.layout,
-    )
-    buffers = gl.allocate_shared_memory(dtype, [4, HALF_R, WRITE_N], out_desc.layout)
-    empty, copied, ready = _barriers(STAGES, 2 if GATHER else 1)
-    num_cols = gl.cdiv(cols, BLOCK_N)
-    gl.warp_specialize(
-        [
-            (
-                _multiply_rows,
-                (
-                    0, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
-                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, cols, K, N_FIRST, BLOCK_N, BLOCK_K, HALF_R, WRITE_N, GROUP, STAGES,
-                ),
-            ),
-            (
-                _multiply_rows,
-                (
-                    1, out_ptr, out_desc, a_stages, weight_stages, buffers, empty, ready,
-                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, cols, K, N_FIRST, BLOCK_N, BLOCK_K, HALF_R, WRITE_N, GROUP, STAGES,
-                ),
-            ),
-            (
-                _copy_rows,
-                (
-                    a_ptr, a_stages, empty, copied, expert_token_indices_ptr,
-                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, K, GATHER, BLOCK_R, BLOCK_K, GROUP, STAGES,
-                ),
-            ),
-            (
-                _fetch_rows,
-                (
-                    a_desc, weight_desc, a_stages, weight_stages, empty, ready, tile_expert_ptr,
-                    tile_row_start_ptr, num_tiles, num_cols, n_start, weight_rows, K, GATHER,
-                    N_FIRST, False, BLOCK_N, BLOCK_K, GROUP, STAGES,
-                ),
-            ),
-            (
-                _announce_rows,
-                (
-                    copied, ready, tile_expert_ptr, num_tiles, num_cols, K, GATHER, BLOCK_K, GROUP,
-                    STAGES,
-                ),
-            ),
-        ],
-        [4, 2, 1, 1],
-        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+    save = fc1_output is not None
+    _rows(
+        x, fc1_weight, lists, fc1_output if save else act, 0, act.shape[1], gather, True, "fc1",
+        activation, save, act, permuted_probs, bias=bias,
     )  # fmt: skip
 
 
-def rows_gemm(
-    a: torch.Tensor,
-    weight: torch.Tensor,
+def fc2_dgrad(
+    grad_output: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    fc1_output: torch.Tensor,
+    permuted_probs: torch.Tensor,
     lists: IndexLists,
-    out: torch.Tensor,
-    n_start: int,
+    activation: Activation,
+    act: torch.Tensor,
     gather: bool,
-    transposed: bool,
-) -> None:
-    """`gemm.rows_gemm`."""
-    E, weight_rows, weight_cols = weight.shape
-    block = (BLOCK_N, BLOCK_K) if transposed else (BLOCK_K, BLOCK_N)
-    _rows_hopper_kernel[(_programs(a.device),)](
-        a,
-        None if gather else _descriptor(a, BLOCK_R, BLOCK_K),
-        _descriptor(weight.view(E * weight_rows, weight_cols), *block),
-        out,
-        _descriptor(out, HALF_R, WRITE_N),
-        lists.expert_token_indices,
-        lists.expert_token_offsets,
-        lists.tile_expert,
-        lists.tile_row_start,
-        lists.num_tiles,
-        n_start,
-        out.shape[1],
-        weight_rows,
-        a.shape[1],
-        gather,
-        transposed,
-        BLOCK_R,
-        BLOCK_N,
-        BLOCK_K,
-        HALF_R,
-        WRITE_N,
-        GROUP,
-        STAGES,
-        MULTIPLY_REGISTERS,
-        LOAD_REGISTERS,
-        num_warps=NUM_WARPS,
-    )
+) -> torch.Tensor:
+    """`gemm.fc2_dgrad` into a given act; returns grad_permuted_probs."""
+    F = act.shape[1]
+    grad_permuted_probs = permuted_probs.new_empty(triton.cdiv(F, BLOCK_N), lists.max_rows)
+    _rows(
+        grad_output, fc2_weight, lists, fc1_output, 0, F, gather, False, "fc2_dgrad", activation,
+        True, act, permuted_probs, grad_permuted_probs,
+    )  # fmt: skip
+    return grad_permuted_probs[0] if F <= BLOCK_N else grad_permuted_probs.sum(0)
+
+
+@gluon.jit
+def _write_part(
+    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
+):  # fmt: skip
+    """A square part of a tile, by TMA; one that ends inside is written row by row."""
+    SIZE: gl.constexpr = value.shape[0]
+    value = value.to(out_ptr.dtype.element_ty)
+    target = buffer.permute((1, 0)) if TRANSPOSED else buffer
+    if row + SIZE <= row_end:
+        tma.store_wait(1)  # the part before the last one has left this buffer
+        target.store(value)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
+    else:
+        tma.store_wait(0)
+        target.store(value)
+        WIDE: gl.constexpr = SIZE // 8
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [4, 1], [1, 0])
+        r = gl.arange(0, SIZE, gl.SliceLayout(1, layout))
+        n = n0 + gl.arange(0, SIZE, gl.SliceLayout(0, layout))
+        ptrs = out_ptr + row.to(gl.int64) * stride + (r[:, None] * stride + n[None, :])
+        inside = (row + r < row_end)[:, None] & (n < cols)[None, :]
+        gl.store(ptrs, buffer.load(layout), mask=inside)
+
+
+@gluon.jit
+def _write_tile(
+    value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
+    buffers,  # shared memory; parts go through the two from `slot` on
+    slot: gl.constexpr,
+    out_desc,  # [rows, cols]
+    out_ptr,  # [rows, cols] by `stride`
+    row,
+    row_end,  # rows from here on belong to the next expert
+    n0,
+    cols,
+    stride,
+    PART_N: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """Parts of PART_N columns, so that one is filled while the other leaves."""
+    HALF: gl.constexpr = value.shape[1] // 2
+    left, right = _halves(value)
+    next_row = row + HALF if TRANSPOSED else row
+    next_n = n0 if TRANSPOSED else n0 + HALF
+    if HALF > PART_N:
+        _write_tile(
+            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N,
+            TRANSPOSED,
+        )  # fmt: skip
+        _write_tile(
+            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
+            PART_N, TRANSPOSED,
+        )  # fmt: skip
+    else:
+        _write_part(
+            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
+        )
+        _write_part(
+            right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
+            stride, TRANSPOSED,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -877,7 +974,7 @@ def _copy(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def _piece(
+def _weight_tile(
     index, expert_token_offsets_ptr, M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -904,11 +1001,17 @@ def _announce_wgrad(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp, beside `_copy_wgrad`."""
+    """One warp: passes `copied` on as `ready`; copies come by another proxy than wgmma reads by."""
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, _, _, start, end = _piece(index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP)
-        step = _announce(gl.cdiv(end - start, BLOCK_R), copied, ready, step, STAGES)
+        _, _, _, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+        )
+        for _ in range(start, end, BLOCK_R):
+            stage = _await(copied, step, STAGES)
+            fence_async_shared()
+            mbarrier.arrive(ready.index(stage), count=1)
+            step += 1
 
 
 @gluon.jit
@@ -931,7 +1034,7 @@ def _copy_wgrad(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Two warps: the gathered operand, and both in the last step of an expert.
+    """Two warps: the gathered operand, and both in the last step of an expert; `copied` says so.
 
     That step may end in rows of the next expert, or in rows never written, which may be NaN.
     """
@@ -939,7 +1042,7 @@ def _copy_wgrad(
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, m0, n0, start, end = _piece(
+        _, m0, n0, start, end = _weight_tile(
             index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         if GATHER:
@@ -985,7 +1088,7 @@ def _fetch_wgrad(
     BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, m0, n0, start, end = _piece(
+        _, m0, n0, start, end = _weight_tile(
             index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         for r0 in range(start, end, BLOCK_R):
@@ -1003,14 +1106,14 @@ def _fetch_wgrad(
 
 @gluon.jit
 def _add_tile(
-    out_ptr, value, m0, n0, M, N, stride, WRITE_N: gl.constexpr, TRANSPOSED: gl.constexpr
+    out_ptr, value, m0, n0, M, N, stride, PART_N: gl.constexpr, TRANSPOSED: gl.constexpr
 ):  # fmt: skip
     """out += value, summed in fp32, a few columns at a time: addresses take registers too."""
     COLS: gl.constexpr = value.shape[1]
-    if COLS > WRITE_N:
+    if COLS > PART_N:
         left, right = _halves(value)
-        _add_tile(out_ptr, left, m0, n0, M, N, stride, WRITE_N, TRANSPOSED)
-        _add_tile(out_ptr, right, m0, n0 + COLS // 2, M, N, stride, WRITE_N, TRANSPOSED)
+        _add_tile(out_ptr, left, m0, n0, M, N, stride, PART_N, TRANSPOSED)
+        _add_tile(out_ptr, right, m0, n0 + COLS // 2, M, N, stride, PART_N, TRANSPOSED)
     else:
         layout: gl.constexpr = value.type.layout
         m = m0 + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
@@ -1047,7 +1150,7 @@ def _multiply_wgrad(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    WRITE_N: gl.constexpr,
+    PART_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -1056,7 +1159,7 @@ def _multiply_wgrad(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        expert, m0, n0, start, end = _piece(
+        expert, m0, n0, start, end = _weight_tile(
             index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         m0 += half * HALF_M
@@ -1074,13 +1177,13 @@ def _multiply_wgrad(
             if start < end:
                 # Offsets inside one expert's weight fit int32; `fits_wgrad` sees to it.
                 expert_ptr = out_ptr + expert.to(gl.int64) * out_stride_e
-                _add_tile(expert_ptr, acc, m0, n0, M, N, out_stride, WRITE_N // 2, TRANSPOSED)
+                _add_tile(expert_ptr, acc, m0, n0, M, N, out_stride, PART_N // 2, TRANSPOSED)
         else:
             first = expert * (out_stride_e // out_stride)
             row, col = (n0, m0) if TRANSPOSED else (m0, n0)
             _write_tile(
                 acc, buffers, 2 * half, out_desc, out_ptr, first + row, first + rows, col, cols,
-                out_stride, WRITE_N, TRANSPOSED,
+                out_stride, PART_N, TRANSPOSED,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -1108,7 +1211,7 @@ def _wgrad_hopper_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    WRITE_N: gl.constexpr,
+    PART_N: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
@@ -1118,11 +1221,14 @@ def _wgrad_hopper_kernel(
     dtype: gl.constexpr = a_ptr.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_M], dtype)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], dtype)
-    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WRITE_N, WRITE_N], dtype)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_N, PART_N], dtype)
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
-    buffers = gl.allocate_shared_memory(dtype, [4, WRITE_N, WRITE_N], part_layout)
-    empty, copied, ready = _barriers(STAGES, 2)
+    buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
+    empty, ready = _barriers(STAGES, 2)
+    copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(copied.index(i), count=64)
     pieces = E * gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
@@ -1131,7 +1237,7 @@ def _wgrad_hopper_kernel(
                 (
                     0, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
-                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP, STAGES,
                 ),
             ),
             (
@@ -1139,7 +1245,7 @@ def _wgrad_hopper_kernel(
                 (
                     1, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
-                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, WRITE_N, GROUP, STAGES,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP, STAGES,
                 ),
             ),
             (
@@ -1195,7 +1301,7 @@ def wgrad(
         b,
         _descriptor(b, BLOCK_K, BLOCK_N),
         out,
-        None if accumulate else _descriptor(out_rows, WRITE_N, WRITE_N),
+        None if accumulate else _descriptor(out_rows, PART_N, PART_N),
         lists.expert_token_indices,
         lists.expert_token_offsets,
         E,
@@ -1211,9 +1317,9 @@ def wgrad(
         BLOCK_R,
         BLOCK_N,
         BLOCK_K,
-        WRITE_N,
+        PART_N,
         GROUP,
-        STAGES,
+        WGRAD_STAGES,
         *WGRAD_REGISTERS,
         num_warps=NUM_WARPS,
     )

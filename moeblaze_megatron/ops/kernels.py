@@ -3,7 +3,7 @@
 from moeblaze_megatron.ops.activation import activation_backward
 from moeblaze_megatron.ops.bias import bias_grad, bias_grad_probs
 from moeblaze_megatron.ops.combine import combine
-from moeblaze_megatron.ops.gemm import fc1, gather, rows_gemm, wgrad
+from moeblaze_megatron.ops.gemm import fc1, fc2_dgrad, gather, rows_gemm, wgrad
 from moeblaze_megatron.ops.index_lists import (
     grad_probs,
     index_lists,
@@ -19,6 +19,7 @@ __all__ = [
     "combine",
     "dequantize",
     "fc1",
+    "fc2_dgrad",
     "gather",
     "grad_probs",
     "index_lists",

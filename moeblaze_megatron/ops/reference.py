@@ -268,6 +268,21 @@ def bias_grad_probs(
     return grad_permuted_probs
 
 
+def fc2_dgrad(
+    grad_output: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    fc1_output: torch.Tensor,
+    permuted_probs: torch.Tensor,
+    lists: IndexLists,
+    activation: Activation,
+    gather: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """grad_fc1_output (in place), act and grad_permuted_probs [R_max]."""
+    grad_act = fc1_output.new_empty(lists.max_rows, fc2_weight.shape[2])
+    rows_gemm(grad_output, fc2_weight, lists, grad_act, 0, gather, transposed=False)
+    return activation_backward(grad_act, fc1_output, permuted_probs, lists, activation)
+
+
 def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Tensor]:
     """values [R_max, W] float8_e4m3fn and scales [R_max, cdiv(W, 32)] float8_e8m0fnu."""
     R, W = int(lists.expert_token_offsets[-1]), x.shape[1]
