@@ -70,9 +70,16 @@ def main():
     if script is None and {"-h", "--help"} & set(arguments):
         print(HELP, end="")
         return
+    if script is None and not arguments:
+        sys.exit(
+            "moeblaze_megatron: nothing to train: Megatron's flags are missing, or the path of a "
+            "pretraining script and its flags. `python -m moeblaze_megatron --help` has complete "
+            "examples; `python -m moeblaze_megatron.quickstart` needs no flags"
+        )
     if script is None:
         arguments = ["--help" if a == "--megatron-help" else a for a in arguments]
     elif os.path.isfile(script):
+        check_script(script)
         # As `python SCRIPT.py` does: the script's own checkout comes before installed packages.
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     else:
@@ -121,6 +128,19 @@ def main():
         report(f"moeblaze, rank 0: {MoEBlazeTokenDispatcher.total}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def check_script(path):
+    """Exit where the file at `path` is not Python."""
+    with open(path, "rb") as file:
+        source = file.read()
+    try:
+        compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # a ValueError where there are zero bytes
+        sys.exit(
+            f"moeblaze_megatron: {path!r} is not a Python script ({error}); give the path of one, "
+            "such as pretrain_gpt.py of a Megatron-LM checkout"
+        )
 
 
 def report(*lines):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from moeblaze_megatron import quickstart
+from moeblaze_megatron import estimate, quickstart
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 
 # Flags that compare sets itself, or that would let the runs meet, and what to do about them.
@@ -83,15 +83,29 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="find the largest micro-batch that fits the GPU with each dispatcher, instead",
     )
+    parser.add_argument(
+        "--batch-step",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --find-max-batch: try multiples of N alone, fewer then (default: 1)",
+    )
     parser.add_argument("training", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.training[:1] == ["--"]:
         del arguments.training[0]
+        if not arguments.training:
+            parser.error(
+                "nothing follows --: give Megatron's flags there, or leave -- out to compare the "
+                "quickstart's model"
+            )
     given = {word.partition("=")[0] for word in arguments.training}
     if wrong := [f"{flag}: {why}" for flag, why in OWN_FLAGS.items() if flag in given]:
         parser.error("leave out " + "; ".join(wrong))
     if arguments.processes < 1:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
+    if arguments.batch_step < 1:
+        parser.error(f"--batch-step must be 1 or more, got {arguments.batch_step}")
     if arguments.out.exists() and not arguments.out.is_dir():
         parser.error(f"--out {arguments.out} is not a folder")
     if arguments.iters < 2 * TIMED_UNTIL:
@@ -137,7 +151,7 @@ def run(training: list[str], processes: int, folder: Path, show: Callable[[str],
     folder.mkdir(parents=True)
     command = [*quickstart.launcher_command(processes), *training]
     env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-    env |= os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
+    env |= quickstart.NO_MULTICAST | os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
     lines, log = [], folder / "train.log"
     with (
         open(log, "w") as file,
@@ -260,6 +274,7 @@ def table(report: dict) -> str:
         row("tokens/s", lambda run: run["tokens_per_s"], ",.0f", True),
         row("TFLOP/s per GPU", lambda run: run["tflops_per_gpu"], ".4g", True),
         row("peak memory, GiB", lambda run: (run["peak_bytes"] or 0) / 2**30 or None, ".2f"),
+        row("its estimate, GiB", lambda run: (run["estimated_bytes"] or 0) / 2**30 or None, ".2f"),
         row("held per MoE layer, bytes/token", lambda run: run["held_bytes_per_token"], ",.0f"),
         row("rows sent per dispatch and rank", lambda run: run["rows_per_dispatch"], ",.0f"),
     ]
@@ -279,11 +294,16 @@ def table(report: dict) -> str:
     gaps = report["differences"]
     ours, noise = (gaps[key]["mean_second_half"] for key in ("dispatchers", "seeds"))
     verdict = "within" if ours <= noise else "OUTSIDE"
+    built = "".join(
+        f"{name}: {run['layer']['dispatcher']} and {run['layer']['experts']}\n"
+        for name, run in zip(names[:2], runs, strict=False)
+        if run["layer"]
+    )
     note = "Times on a CPU are those of eager twins and say nothing about a GPU.\n"
     return (
         f"{text}\n\nmean difference of the losses in the second half of the run: "
         f"{ours:.6f} between the dispatchers, {noise:.6f} between two seeds: "
-        f"{verdict} the noise\n{note if report['cpu'] else ''}{said(report['versions'])}"
+        f"{verdict} the noise\n{note if report['cpu'] else ''}{built}{said(report['versions'])}"
     )
 
 
@@ -346,7 +366,8 @@ def compare(arguments: argparse.Namespace) -> None:
             print(f"{name}: training, all output in {folder / 'train.log'}", flush=True)
             run(command, arguments.processes, folder, progress(name, iters))
             (folder / "finished.json").write_text(json.dumps(command))
-        report["runs"][name] = read(folder)
+        estimated = (estimate.totals(command, arguments.processes) or {}).get(dispatcher)
+        report["runs"][name] = read(folder) | {"estimated_bytes": estimated}
     report["differences"] = differences(report)
     report["versions"] = report["runs"][baseline].pop("versions")
     report["cpu"] = report["versions"]["device"] == "CPU"
@@ -362,15 +383,18 @@ def compare(arguments: argparse.Namespace) -> None:
     print(f"\n{text}\n\nwritten: {', '.join(map(str, written))}")
 
 
-def largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest n for which `fits(n)`, by doubling from `start`, then bisection; 0 if none."""
-    low, high = 0, max(1, start)
-    while fits(high):
+def largest(fits: Callable[[int], bool], start: int, step: int) -> int:
+    """The largest multiple n of `step` for which `fits(n)`; 0 if none.
+
+    By doubling from `start`, then bisection.
+    """
+    low, high = 0, max(1, start // step)
+    while fits(step * high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        low, high = (middle, high) if fits(step * middle) else (low, middle)
+    return step * low
 
 
 def find_max_batch(arguments: argparse.Namespace) -> None:
@@ -413,7 +437,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
             return result
 
-        found[dispatcher] = largest(fits, start)
+        found[dispatcher] = largest(fits, start, arguments.batch_step)
     report = {"largest_micro_batch": found, "versions": versions}
     (arguments.out / "max_batch.json").write_text(json.dumps(report, indent=1))
     for dispatcher, batch in found.items():

@@ -247,6 +247,20 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     )
 
 
+def totals(words: list[str], processes: int) -> dict[str, float] | None:
+    """Bytes on one GPU by dispatcher, from flags that Megatron has accepted.
+
+    None where they lack one that the estimate needs.
+    """
+    flags = parser()
+    given = {word.partition("=")[0] for word in words}
+    if not all(given.intersection(a.option_strings) for a in flags._actions if a.required):
+        return None
+    known, _ = flags.parse_known_args([*words, "--processes", str(processes)])
+    found = estimate(known)
+    return {name: found.total(name) for name in DISPATCHERS}
+
+
 def report(found: Estimate, processes: int) -> str:
     rows = [
         ("weights and gradients", *[found.weights] * 2),

@@ -31,6 +31,9 @@ VALID_EVERY = 16
 MIN_BYTES = 2 * PIECE * VALID_EVERY
 MAX_BYTES = 64 << 20
 OUR_FILES = ("data", "checkpoint", "train.log")
+# For processes that share a host, where their environment does not say otherwise: multicast over
+# NVLink is not to be had on every machine, and what is compared should not depend on it.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 MARK = ".moeblaze-quickstart"  # a file in the directories whose OUR_FILES --force may delete
 
 # Megatron's names for the sizes of the model and of a step.
@@ -56,14 +59,15 @@ GPU_SIZES = {
     "micro_batch_size": 16,
     "global_batch_size": 16,
 }
+TOKENS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
 # Those of the third and fourth line do without Transformer Engine and Apex, on a GPU too.
-FLAGS = f"""
+FLAGS = """
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
     --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
     --no-rope-fusion --no-persist-layer-norm
-    --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --num-workers 1
+    --num-workers 1
     --lr 2e-3 --lr-decay-style constant --override-opt-param-scheduler
     --clip-grad 1.0 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 8 --log-interval 1
 """.split()
@@ -101,6 +105,9 @@ def parse_arguments(argv=None):
         help="where dataset, log and checkpoint go (default: runs/quickstart)",
     )
     parser.add_argument(
+        "--data-only", action="store_true", help="write the dataset to DIR/data and train nothing"
+    )
+    parser.add_argument(
         "--dispatcher",
         default="moeblaze",
         choices=("moeblaze", "alltoall", "allgather"),
@@ -118,6 +125,8 @@ def parse_arguments(argv=None):
         parser.error(f"--iters must be 1 or more, got {arguments.iters}")
     if arguments.resume and arguments.text:
         parser.error("--resume goes on with the text of the earlier run: leave --text out")
+    if arguments.resume and arguments.data_only:
+        parser.error("--resume trains on, --data-only trains nothing: leave one of them out")
     return arguments
 
 
@@ -231,14 +240,18 @@ def write_dataset(texts, data):
         builder.finalize(str(data / f"{name}.idx"))
 
 
-def launcher_command(processes=1):
-    """The launcher under torchrun, up to where the script and its flags follow."""
+def torchrun_command(processes):
+    """torchrun with `processes` on this machine, up to where `-m` and a module follow."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [*torchrun, "-m", "moeblaze_megatron"]
+    return [*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(port)]
+
+
+def launcher_command(processes=1):
+    """The launcher under torchrun, up to where the script and its flags follow."""
+    return [*torchrun_command(processes), "-m", "moeblaze_megatron"]
 
 
 def training_flags(sizes, data, last):
@@ -255,7 +268,7 @@ def training_flags(sizes, data, last):
         "eval_interval": last + 1,  # once, after training
     }
     flags = [word for k, v in settings.items() for word in (f"--{k.replace('_', '-')}", str(v))]
-    return [*flags, *(["--bf16"] if torch.cuda.is_available() else []), *FLAGS]
+    return [*flags, *(["--bf16"] if torch.cuda.is_available() else []), *TOKENS, *FLAGS]
 
 
 def training_command(sizes, out, dispatcher, done, iters):
@@ -326,7 +339,8 @@ def saved_bytes_per_token(sizes, dispatcher):
         **{name: sizes[name] for name in names},
         num_moe_experts=sizes["num_experts"],
         moe_token_dispatcher_type=dispatcher,
-        moe_router_load_balancing_type="none",
+        moe_router_load_balancing_type="aux_loss",  # as FLAGS: its router keeps more
+        moe_aux_loss_coeff=1e-2,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         bias_activation_fusion=True,  # as in the training run, where it is Megatron's default
@@ -393,12 +407,15 @@ def main(argv=None):
     done = prepare_output(out, arguments.resume, arguments.force)
     # On packages that this run does without.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    prepare_megatron()
-    cuda = torch.cuda.is_available()
-    sizes = GPU_SIZES if cuda else CPU_SIZES
     if texts:
         write_dataset(texts, out / "data")
         print(f"text: {description}")
+    if arguments.data_only:
+        print(f"for Megatron: --data-path {out / 'data' / 'train'} {' '.join(TOKENS)}")
+        return
+    prepare_megatron()
+    cuda = torch.cuda.is_available()
+    sizes = GPU_SIZES if cuda else CPU_SIZES
     print(
         f"training {iters} iterations on "
         f"{torch.cuda.get_device_name() + ' in bf16' if cuda else 'the CPU in fp32'}; "

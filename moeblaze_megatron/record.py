@@ -6,12 +6,14 @@ steps of the MoE layer. The last rank writes steps.jsonl, a line for each iterat
 writes rank<r>.json at its end.
 """
 
+import argparse
 import functools
 import inspect
 import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +125,18 @@ class Recorder:
             (total.rows, total.dispatches) if total.dispatches else (self.rows, self.dispatches)
         )
         iterations = min(TIMED_UNTIL, self.step - 1) - 1
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        versions = {
+            "moeblaze-megatron": __version__,
+            "megatron-core": megatron.core.__version__.partition("+")[0],
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        }
+        if args.transformer_impl == "transformer_engine":
+            versions["transformer-engine"] = version("transformer-engine")
+        on_gpu = torch.cuda.is_available()
+        versions["device"] = torch.cuda.get_device_name() if on_gpu else "CPU"
         result = {
-            "versions": {
-                "moeblaze-megatron": __version__,
-                "megatron-core": megatron.core.__version__.partition("+")[0],
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "device": device,
-            },
+            "versions": versions,
             "world_size": args.world_size,
             "tokens_per_iteration": args.global_batch_size * args.seq_length,
             "flops_per_iteration": num_floating_point_operations(args, args.global_batch_size),
@@ -186,3 +191,13 @@ def record(folder: Path) -> Recorder:
 
     MoELayer.forward = layer_forward
     return recorder
+
+
+if __name__ == "__main__":
+    summary, _, details = __doc__.partition("\n\n")
+    argparse.ArgumentParser(
+        prog="MOEBLAZE_RECORD=FOLDER torchrun [...] -m moeblaze_megatron [SCRIPT.py] [flags]",
+        usage="%(prog)s\nThis module is no command of its own.",
+        description=f"{summary}\n\n{details}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()

@@ -209,11 +209,15 @@ def test_missing_packages_are_named(monkeypatch):
 
 def test_command_line_names_what_is_wrong(plain_env):
     for words, message in (
-        (["nowhere"], "shape 'nowhere' is neither"),
+        (["layer", "nowhere"], "shape 'nowhere' is neither"),
+        (["laier"], "'laier' is neither a command (layer, memory, "),
+        (["laier"], "; did you mean layer"),
         (["layer", "--steps", "3"], "--steps is at least 10"),
         (["layer", "--peers", "magic"], "--peers: 'magic' is none of dense, moeblaze"),
         (["scaling", "64,32,16,4,2"], "E is at least 4*K"),
         (["expert_parallel"], "expert_parallel runs on several ranks: torchrun"),
+        (["weak_scaling", "--ranks", "2"], "--ranks takes two or more numbers"),
+        (["weak_scaling", "9,8,8,6,2", "--ranks", "1", "4"], "6 experts do not divide by 4 ranks"),
     ):
         command = [sys.executable, "-m", "moeblaze_megatron.bench", *words]
         done = subprocess.run(command, env=plain_env, capture_output=True, text=True, timeout=120)
@@ -238,6 +242,32 @@ def test_expert_parallel_table(plain_env, tmp_path):
     # Rows of bf16 there and back, forward and backward; what comes back differs a little.
     for row in (ours, theirs):
         assert 0.8 < row["bytes"] / (4 * 64 * row["rows"]) < 1.5
+
+
+@needs_megatron_on_cpu
+def test_weak_scaling_table(plain_env, tmp_path):
+    """A rank alone sends nothing; two share the experts of the same shape."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "moeblaze_megatron.bench", "weak_scaling", "64,32,16,8,2"]
+    env = plain_env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [*command, "--ranks", "2", "1", "--steps", "10", "--json", str(report)],
+        env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, two = (
+        json.loads(report.read_text())["weak_scaling"][f"{n} ranks"]["64,32,16,8,2"] for n in (1, 2)
+    )
+    lines = [line.split() for line in done.stdout.splitlines()[-4:]]
+    assert [line[:2] for line in lines] == [
+        [n, name] for n in "12" for name in ("moeblaze", "alltoall")
+    ]
+    assert lines[0][3] == lines[0][5] == "100.0%"
+    for line in lines[2:]:
+        ms = [rows[line[1]]["forward+backward"]["p50"] for rows in (alone, two)]
+        assert line[5] == f"{ms[0] / ms[1]:.1%}"
+        assert alone[line[1]]["rows"] == 0 < two[line[1]]["rows"]
+    assert two["moeblaze"]["rows"] < two["alltoall"]["rows"]
 
 
 def test_kernels_run_alone():

@@ -1,13 +1,14 @@
 """`python -m moeblaze_megatron.compare`: runs and their report, resumed; the largest batch."""
 
 import json
+import os
 import sys
 from importlib.metadata import version
 
 import pytest
 from pretraining import TINY, needs_megatron_on_cpu, run
 
-from moeblaze_megatron import compare
+from moeblaze_megatron import compare, estimate
 
 
 def test_flags_are_read_and_taken_out():
@@ -35,17 +36,38 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
     assert "--moe-token-dispatcher-type: the dispatchers are" in said and "--save: " in said
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--"], "nothing follows --"),
+        (["--batch-step", "0"], "--batch-step must be 1 or more, got 0"),
+        (["--processes", "0"], "--processes must be 1 or more, got 0"),
+    ],
+)
+def test_wrong_options_are_named(capsys, words, message):
+    with pytest.raises(SystemExit):
+        compare.parse_arguments(words)
+    assert message in capsys.readouterr().err
+
+
+def test_the_recorder_says_what_it_is():
+    code, output = run(sys.executable, "-m", "moeblaze_megatron.record", "--help", env=os.environ)
+    assert code == 0 and "MOEBLAZE_RECORD=FOLDER torchrun" in output and "rank<r>.json" in output
+
+
+@pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("most", [0, 1, 3, 4, 5, 31, 32])
 @pytest.mark.parametrize("start", [1, 4])
-def test_bisection_finds_the_largest(most, start):
+def test_bisection_finds_the_largest(most, start, step):
     tried = []
 
     def fits(batch):
         tried.append(batch)
         return batch <= most
 
-    assert compare.largest(fits, start) == most
+    assert compare.largest(fits, start, step) == most - most % step
     assert len(tried) == len(set(tried)) and min(tried) >= 1
+    assert all(batch % step == 0 for batch in tried)
 
 
 def fake_gpu(monkeypatch, capacity, message):
@@ -112,9 +134,15 @@ def test_runs_are_compared_and_resumed(plain_env, tmp_path):
     assert ours["held_bytes_per_token"] < stock["held_bytes_per_token"]
     assert report["versions"]["megatron-core"] == version("megatron-core") and report["cpu"]
     assert ours["layer"]["experts"] == "MoEBlazeExperts"
+    assert "alltoall: MoEAlltoAllTokenDispatcher and SequentialMLP\nmoeblaze: MoEBlaze" in output
     T, K = 128, 2
     assert T < ours["rows_per_dispatch"] < stock["rows_per_dispatch"] == T * K
     assert ours["tokens_per_s"] == pytest.approx(8 * 64 / ours["ms_per_iteration"] * 1e3)
+    estimated = estimate.totals([*TINY, "--expert-model-parallel-size", "2"], 2)
+    assert estimated["moeblaze"] < estimated["alltoall"]
+    assert [run["estimated_bytes"] for run in (stock, ours)] == [
+        estimated[name] for name in ("alltoall", "moeblaze")
+    ]
     assert set(stock["phase_ms"]) == set(compare.PHASES) and min(stock["phase_ms"].values()) > 0
     assert (tmp_path / "report.png").read_bytes()[1:4] == b"PNG"
 

@@ -30,6 +30,21 @@ def test_missing_script_is_named(plain_env):
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("content", [b"torchrun pretrain\n", b"\x7fELF\x02\x00\x00", b"\xff\xfe="])
+def test_what_is_not_python_is_refused(plain_env, tmp_path, content):
+    path = tmp_path / "launch.sh"
+    path.write_bytes(content)
+    code, output = launch(path, "--num-layers", 2, env=plain_env)
+    assert code == 1
+    assert f"'{path}' is not a Python script (" in output and "Traceback" not in output
+
+
+def test_no_flags_at_all(plain_env):
+    code, output = launch(env=plain_env)
+    assert code == 1
+    assert "nothing to train" in output and "--help" in output and "Traceback" not in output
+
+
 def test_missing_packages_are_named_together(monkeypatch):
     def find(name):
         if name.startswith("megatron"):

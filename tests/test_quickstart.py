@@ -1,5 +1,6 @@
 """The quickstart: text in, a trained model and one screen of figures out."""
 
+import json
 import re
 import sys
 from importlib.util import find_spec
@@ -30,7 +31,10 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
     text.mkdir()
     (text / "b.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
     (text / "a.bin").write_bytes(bytes(100_000))
-    output = train("--text", text, "--out", out, "--iters", 30, env=env)
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    training = env | {"MOEBLAZE_RECORD": str(recorded)}
+    output = train("--text", text, "--out", out, "--iters", 30, env=training)
     assert f"132,000 bytes from {text}: {text}/b.txt" in output
     start, end, valid = losses(output)
     assert start > 5 and end < 2.5 and valid < 2.5
@@ -42,6 +46,8 @@ def test_trains_on_own_text_and_resumes(plain_env, tmp_path):
         for name, size in re.findall(r"^  (moeblaze|alltoall) +(\S+) ", output, re.MULTILINE)
     }
     assert saved["moeblaze"] < 0.6 * saved["alltoall"]
+    held = json.loads((recorded / "rank0.json").read_text())["held_bytes_per_token"]
+    assert saved["moeblaze"] == round(held)
 
     output = train("--out", out, "--iters", 5, "--resume", "--dispatcher", "alltoall", env=env)
     assert "iterations 31 to 35" in output
@@ -119,10 +125,22 @@ def test_output_that_cannot_be_written_is_named(tmp_path):
             quickstart.prepare_output(out, resume=False, force=False)
 
 
+@needs_megatron_on_cpu
+def test_data_alone(plain_env, tmp_path):
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 3000)
+    output = train("--text", text, "--out", out, "--data-only", env=plain_env)
+    assert f"--data-path {out}/data/train --tokenizer-type NullTokenizer" in output
+    # Two bytes a token, and one more token, the end of the text.
+    both = sum((out / "data" / f"{part}.bin").stat().st_size for part in ("train", "valid"))
+    assert both == 2 * (132_000 + 1) and not (out / "checkpoint").exists()
+
+
 def test_wrong_arguments_are_named(capsys):
     for arguments, message in (
         (["--iters", "0"], "--iters must be 1 or more, got 0"),
         (["--resume", "--text", "x"], "leave --text out"),
+        (["--resume", "--data-only"], "--data-only trains nothing"),
         (["--itres", "5"], "unrecognized arguments: --itres"),
     ):
         with pytest.raises(SystemExit):

@@ -112,6 +112,31 @@ def test_launch_on_one_node_by_hand_and_in_slurm(path):
     assert "--moe-token-dispatcher-type\nalltoall\n" in output
 
 
+def test_compare_takes_the_recipe_with_its_options(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    options = ("--compare", "--out", "x", "--", "--lr", "1")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    code, output = run("moe_1b", *options, PATH=path, DATA="d", GPUS="2")
+    words = output.splitlines()
+    assert code == 0 and words[:2] == ["-m", "moeblaze_megatron.compare"]
+    assert words[2:7] == ["--processes", "2", "--out", "x", "--"]
+    assert words[-6:] == ["--data-path", "d", "--split", "98,2,0", "--lr", "1"]
+    code, output = run("moe_1b", "--compare", PATH=path, SCRIPT="p.py", IMPL="transformer_engine")
+    words = output.splitlines()
+    assert words[4] == "p.py" and words[-1] == "--mock-data" and "--moe-grouped-gemm" in words
+    assert words[words.index("--transformer-impl") + 1] == "transformer_engine"
+
+
+def test_totals_are_those_of_the_report():
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8".split()
+    words += "--moe-ffn-hidden-size 32 --seq-length 64 --micro-batch-size 2".split()
+    assert estimate.totals(words, 1) is None
+    words += ["--global-batch-size", "4", "--lr", "1e-3"]
+    found = estimate.estimate(estimate.parser().parse_known_args(words)[0])
+    assert estimate.totals(words, 1) == {n: found.total(n) for n in estimate.DISPATCHERS}
+
+
 @needs_megatron_on_cpu
 def test_smallest_recipe_trains(plain_env):
     small = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --moe-ffn-hidden-size 32"

@@ -6,8 +6,9 @@
 #   SCRIPT=PATH       pretrain_gpt.py of a Megatron-LM checkout; else the package's own script
 #   MASTER_ADDR, NODE_RANK   with several nodes and without Slurm, where torchrun runs on each
 #
-# `--dry-run` first prints the memory of each GPU with both dispatchers, and starts nothing; other
-# arguments are added to Megatron's.
+# `--dry-run` first prints the memory of each GPU with both dispatchers, and starts nothing.
+# `--compare` first trains on one node with both dispatchers and reports; options of
+# moeblaze_megatron.compare may follow, up to a `--`. Other arguments are added to Megatron's.
 
 if [[ ${1:-} == --dry-run ]]; then
     shift
@@ -18,6 +19,17 @@ if [[ -n ${DATA:-} ]]; then
     FLAGS+=(--data-path "$DATA" --split 98,2,0)
 else
     FLAGS+=(--mock-data)
+fi
+
+if [[ ${1:-} == --compare ]]; then
+    shift
+    OPTIONS=()
+    while (($#)) && [[ $1 != -- ]]; do
+        OPTIONS+=("$1")
+        shift
+    done
+    exec python -m moeblaze_megatron.compare --processes "$GPUS" "${OPTIONS[@]}" "${SCRIPT:---}" \
+        "${FLAGS[@]}" "${@:2}"
 fi
 
 TORCHRUN=(torchrun --nproc-per-node "$GPUS")

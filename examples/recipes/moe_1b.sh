@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # A mixture of experts of 1.1 B parameters, 0.34 B of them active, on one GPU in bf16 and byte tokens.
-# DATA=runs/quickstart/data/train is text, once `python -m moeblaze_megatron.quickstart` was run.
+# `python -m moeblaze_megatron.quickstart --data-only --text FILES` makes text into bytes, and then
+# DATA=runs/quickstart/data/train trains on them.
 #
 # Layout: all on one GPU. With GPUS=8 the same is data-parallel, the optimizer spread over the ranks.
-# The last group of flags does without Transformer Engine and Apex; with them, leave it out.
+# By default it does without Transformer Engine and Apex. IMPL=transformer_engine takes attention, norms
+# and the optimizer from Transformer Engine, and with DISPATCHER=alltoall the experts and the permutation.
 set -euo pipefail
 
 GPUS=${GPUS:-1}
@@ -23,8 +25,11 @@ FLAGS=(
     --clip-grad 1.0 --adam-beta2 0.95 --weight-decay 0.1 --bf16
     --tokenizer-type NullTokenizer --vocab-size 257
     --log-interval 10 --eval-interval 250 --eval-iters 10
-
-    --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
-    --no-rope-fusion --no-persist-layer-norm
+    --transformer-impl "${IMPL:=local}" --no-gradient-accumulation-fusion
 )
+if [[ $IMPL == local ]]; then
+    FLAGS+=(--no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm)
+else
+    FLAGS+=(--moe-grouped-gemm --moe-permute-fusion)
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

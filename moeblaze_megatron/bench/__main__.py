@@ -5,6 +5,7 @@ all; every system's output and gradients are first compared with an fp32 referen
 """
 
 import argparse
+import difflib
 import json
 import os
 import sys
@@ -319,6 +320,16 @@ def run_expert_parallel(arguments, report: dict) -> None:
     torch.distributed.destroy_process_group()
 
 
+def run_weak_scaling(arguments, report: dict) -> None:
+    """More ranks, each with as many tokens and fewer experts: the same time would be 100 %."""
+    found = {n: expert_parallel.run_ranks(n, arguments, progress) for n in arguments.ranks}
+    report["weak_scaling"] = {f"{n} ranks": rows for n, rows in found.items()}
+    print(f"versions and systems: {found[arguments.ranks[-1]]['header']}")
+    for title, shape in arguments.shapes:
+        by_ranks = {number: rows[title] for number, rows in found.items()}
+        expert_parallel.print_scaling(title, shape, by_ranks, cell)
+
+
 COMMANDS = {
     "layer": (run_layer, "forward and forward + backward, memory and error (the default)"),
     "memory": (run_memory, "bytes held for backward and peak, against their closed form"),
@@ -330,12 +341,18 @@ COMMANDS = {
         run_expert_parallel,
         "dispatch, experts and combine over the ranks of torchrun, beside Megatron's alltoall",
     ),
+    "weak_scaling": (
+        run_weak_scaling,
+        "expert_parallel with 1, 2, 4, ... ranks of this machine, as many tokens on each",
+    ),
 }
-ALONE = ("kernels", "expert_parallel")  # commands without other packages
+ALONE = ("kernels", "expert_parallel", "weak_scaling")  # commands without other packages
 DEFAULT_SHAPES = {
     "paper": paper.CONFIGURATIONS,
     "scaling": ("8192,2048,1024,32,4",),
     "host": ("2048,1024,512,32,4",),
+    "expert_parallel": ("qwen3-30b", "conf4", "mixtral-8x7b", "conf2"),  # K = 8, 4, 2, 2
+    "weak_scaling": ("qwen3-30b", "mixtral-8x7b"),
 }
 
 
@@ -359,10 +376,13 @@ def parser() -> argparse.ArgumentParser:
             about_shapes = "T,H,F,E,K or a name (default: %(default)s)" + names
             add("shapes", nargs="*" if name != "scaling" else "?", default=default,
                 help=about_shapes)  # fmt: skip
-            if name == "expert_parallel":
+            if name in ("expert_parallel", "weak_scaling"):
                 command.set_defaults(activation="swiglu")
             else:
                 add("--activation", choices=ACTIVATIONS, default="swiglu")
+        if name == "weak_scaling":
+            add("--ranks", nargs="+", type=int, metavar="N",
+                help="numbers of ranks (default: 1, 2, 4, ... up to all GPUs)")  # fmt: skip
         if name not in ("paper", *ALONE):
             usual = "moeblaze grouped_mm" if name == "scaling" else "all that are installed"
             add("--peers", nargs="+", metavar="PEER",
@@ -410,6 +430,8 @@ def settle(arguments) -> None:
                              "E is at least 4*K")  # fmt: skip
     if arguments.command == "expert_parallel":
         expert_parallel.check_ranks(arguments.shapes)
+    if arguments.command == "weak_scaling":
+        expert_parallel.check_scaling(arguments)
     if arguments.command not in ALONE:
         arguments.peers = chosen(arguments.peers or usual_peers(arguments.command))
     for text, shape in arguments.shapes if DEVICE == "cpu" else ():
@@ -421,10 +443,15 @@ def settle(arguments) -> None:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    words, p = sys.argv[1:], parser()
     if not words or (words[0] not in COMMANDS and words[0] not in ("-h", "--help")):
+        if words and words[0].isidentifier() and words[0] not in SHAPES:
+            near = difflib.get_close_matches(words[0], [*COMMANDS, *SHAPES])
+            p.error(
+                f"{words[0]!r} is neither a command ({', '.join(COMMANDS)}) nor a shape "
+                f"({', '.join(SHAPES)})" + f"; did you mean {' or '.join(near)}?" * bool(near)
+            )
         words = ["layer", *words]
-    p = parser()
     arguments = p.parse_args(words)
     try:
         settle(arguments)

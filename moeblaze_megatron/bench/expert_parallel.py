@@ -10,11 +10,16 @@ T tokens of one rank, K experts per token, E experts of all ranks, EP ranks, H h
 hidden size of one expert.
 """
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,6 +32,7 @@ from moeblaze_megatron.bench.measure import (
 )
 from moeblaze_megatron.bench.peers import grouped_gemm
 from moeblaze_megatron.bench.shapes import DEVICE, Shape, choices
+from moeblaze_megatron.quickstart import NO_MULTICAST, torchrun_command
 
 STOCK = "alltoall"
 SYSTEMS = ("moeblaze", STOCK)
@@ -211,7 +217,8 @@ def traffic(name: str, layer: Callable, tokens: Tokens) -> dict[str, int]:
     """Rows that dispatch sends to other ranks, and bytes of forward and backward.
 
     Raises:
-        ValueError: not one exchange in the forward pass has as many rows as the routing says.
+        ValueError: not one exchange in the forward pass has as many rows as the routing says. (A
+            single rank exchanges nothing.)
     """
     tokens.clear_grads()
     with counted_exchanges() as exchanges:
@@ -221,7 +228,7 @@ def traffic(name: str, layer: Callable, tokens: Tokens) -> dict[str, int]:
     tokens.clear_grads()
     rows = rows_to_others(name, tokens)
     row = tokens.x.shape[1] * tokens.x.element_size()
-    if (rows, rows * row) not in exchanges[:forward]:
+    if dist.get_world_size() > 1 and (rows, rows * row) not in exchanges[:forward]:
         raise ValueError(f"{name} sent {exchanges[:forward]} (rows, bytes), not {rows} rows")
     return {"rows": rows, "bytes": sum(nbytes for _, nbytes in exchanges)}
 
@@ -319,3 +326,67 @@ def print_rows(title: str, shape: Shape, rows: dict, cell: Callable) -> None:
         )
     ratios = [rows[STOCK][mode]["p50"] / rows["moeblaze"][mode]["p50"] for mode in MODES]
     print(f"{STOCK} / moeblaze: forward {ratios[0]:.2f}, fwd+bwd {ratios[1]:.2f}", flush=True)
+
+
+def check_scaling(arguments) -> None:
+    """Settles `ranks`: as given, else 1, 2, 4, ... up to the GPUs there are.
+
+    Raises:
+        ValueError: naming what these ranks or shapes cannot do.
+    """
+    gpus = torch.cuda.device_count()
+    usual = [2**i for i in range(max(gpus, 2).bit_length()) if 2**i <= max(gpus, 2)]
+    ranks = arguments.ranks = sorted(set(arguments.ranks or usual))
+    if ranks[0] < 1 or len(ranks) < 2:
+        raise ValueError(f"--ranks takes two or more numbers of ranks, got {ranks}")
+    if 0 < gpus < ranks[-1]:
+        raise ValueError(f"--ranks {ranks[-1]}: here are {gpus} GPUs, one for each rank")
+    wrong = [
+        f"shape {text!r}: {shape.E} experts do not divide by {number} ranks"
+        for text, shape in arguments.shapes
+        for number in ranks
+        if shape.E % number
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def run_ranks(number: int, arguments, progress: Callable[[str], None]) -> dict:
+    """{shape: {system: row}} of `bench expert_parallel` with `number` ranks, in a fresh torchrun.
+
+    Exits with the end of what it printed where it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [*torchrun_command(number), "-m", "moeblaze_megatron.bench", "expert_parallel"]
+        command += [text for text, _ in arguments.shapes]
+        for name in ("dtype", "routing", "steps", "sets"):
+            command += [f"--{name}", str(getattr(arguments, name))]
+        progress(f"{number} ranks: {', '.join(text for text, _ in arguments.shapes)}")
+        done = subprocess.run(
+            [*command, "--json", str(report)],
+            env=NO_MULTICAST | os.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout[-3000:]}\nbench: {number} ranks failed")
+        return json.loads(report.read_text())
+
+
+def print_scaling(title: str, shape: Shape, found: dict[int, dict], cell: Callable) -> None:
+    """Prints {ranks: {system: row}} of one shape, efficiency beside the fewest ranks."""
+    print(
+        f"\n{title}: T, H, F, E, K = {shape}; {shape.T} tokens a rank, the experts shared by all\n"
+        f"{'ranks':>5} {'system':9} {'forward ms':>10} {'efficiency':>10} {'fwd+bwd ms':>11} "
+        f"{'efficiency':>10} {'rows sent':>10} {'MB sent':>9} {'peak MiB':>9}"
+    )
+    first = found[min(found)]
+    for number, rows in found.items():
+        for name, row in rows.items():
+            line = f"{number:5} {name:9}"
+            for mode, width in zip(MODES, (10, 11), strict=True):
+                ms = row[mode]["p50"]
+                line += f" {ms:{width}.3f} {first[name][mode]['p50'] / ms:10.1%}"
+            print(f"{line} {row['rows']:10.0f} {row['bytes'] / 1e6:9.1f} {cell(row['peak'], 9)}")
