@@ -339,14 +339,14 @@ def check_scaling(arguments) -> None:
     ranks = arguments.ranks = sorted(set(arguments.ranks or usual))
     if ranks[0] < 1 or len(ranks) < 2:
         raise ValueError(f"--ranks takes two or more numbers of ranks, got {ranks}")
-    if 0 < gpus < ranks[-1]:
-        raise ValueError(f"--ranks {ranks[-1]}: here are {gpus} GPUs, one for each rank")
     wrong = [
         f"shape {text!r}: {shape.E} experts do not divide by {number} ranks"
         for text, shape in arguments.shapes
         for number in ranks
         if shape.E % number
     ]
+    if 0 < gpus < ranks[-1]:
+        wrong.append(f"--ranks {ranks[-1]}: here are {gpus} GPUs, one for each rank")
     if wrong:
         raise ValueError("; ".join(wrong))
 
