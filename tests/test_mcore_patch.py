@@ -45,9 +45,9 @@ def run():
 
 assert run() == ("MoEBlazeExperts", "MoEBlazeTokenDispatcher")
 try:
-    m.config(add_bias_linear=True)
+    m.config(batch_invariant_mode=True)
 except ValueError as error:
-    assert "--disable-bias-linear" in str(error)
+    assert "batch_invariant_mode" in str(error)
 else:
     raise AssertionError("the config was not checked")
 
