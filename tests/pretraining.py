@@ -26,6 +26,12 @@ TINY = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 99,1,0 --num-workers 0
     --log-interval 1 --eval-interval 1000 --eval-iters 0
 """.split()
+# Biases in attention and experts, and a clamp, which SequentialMLP, fused, does before the bias.
+GPT_OSS = [
+    *(flag for flag in TINY if flag not in ("--swiglu", "--disable-bias-linear")),
+    *("--quick-geglu", "--glu-linear-offset", "1.0", "--activation-func-clamp-value", "0.3"),
+    *("--no-bias-gelu-fusion", "--expert-model-parallel-size", "2"),
+]
 
 
 needs_megatron_on_cpu = pytest.mark.skipif(
@@ -63,13 +69,13 @@ def launch(*arguments, env, processes=0, cpu=True, timeout=300):
     return run(*command, "moeblaze_megatron", *arguments, env=env, timeout=timeout)
 
 
-def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
+def train(tmp_path, dispatcher, *flags, iters, env, processes=1, model=TINY):
     """Train the tiny model on the CPU; returns its output and [{iteration, loss, grad_norm}]."""
     record = tmp_path / "record.jsonl"
     record.unlink(missing_ok=True)
     code, output = launch(
         __file__,
-        *TINY,
+        *model,
         *("--moe-token-dispatcher-type", dispatcher, "--train-iters", iters),
         *flags,
         env=env | {"RECORD": str(record)},

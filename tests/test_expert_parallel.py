@@ -45,7 +45,7 @@ def run_checks(names, processes, results, env, cpu):
     """
     outcomes = {}
     while names:
-        results.unlink(missing_ok=True)
+        results.write_text("")
         code, output = torchrun(
             processes,
             TESTS / "ep_worker.py",
