@@ -515,6 +515,20 @@ def test_main_grad_must_be_contiguous(device):
         moeblaze_experts(*args, **options)
 
 
+def test_main_grad_must_be_where_the_weight_is(device):
+    """Kernels take its address as it is."""
+    case = Case(30, 32, 32, 4, 2, "main_grad elsewhere")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    main_grads(t, 0.0)
+    t["fc1_weight"].main_grad = t["fc1_weight"].main_grad.to("meta")
+    args = [t[n] for n in ("x", "fc1_weight", "fc2_weight")]
+    with pytest.raises(ValueError, match=r"fc1_weight\.main_grad is on meta, but x is on"):
+        moeblaze_experts(
+            *args, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
+        )
+
+
 def test_all_reasons_at_once():
     with pytest.raises(ValueError) as error:
         moeblaze_experts(
@@ -697,6 +711,44 @@ def test_cuda_graph_replays_with_other_routing():
         graph.replay()
         for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_on_another_gpu_than_the_current_one():
+    case = LARGE[0]
+    want = check(case, "cuda:0", torch.bfloat16)
+    assert torch.cuda.current_device() == 0
+    got = check(case, "cuda:1", torch.bfloat16)
+    routing_map = torch.ones(5, 4, dtype=torch.bool, device="cuda:1")
+    lists = index_lists_from_routing_map(routing_map, 4)
+    assert lists.token_index_map.tolist() == torch.arange(20).view(4, 5).T.tolist()
+    assert torch.cuda.current_device() == 0
+    for name in want:
+        assert torch.equal(got[name].to("cuda:0"), want[name]), name
+
+
+def test_torch_compile_leaves_the_host_code_alone(device):
+    """One graph before and one after each call, none of its inside."""
+    case = Case(30, 32, 32, 4, 2, "compiled")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def layer(x, ids, probs):
+        lists = index_lists_from_topk(ids + 0, case.E)
+        routing_map = probs > -1
+        other = index_lists_from_routing_map(routing_map, case.K)
+        weights = t["fc1_weight"], t["fc2_weight"]
+        out = moeblaze_experts(x * 1, *weights, topk_probs=probs, index_lists=lists)
+        return out + other.tokens_per_expert[0]
+
+    got = torch.compile(layer, backend=backend)(t["x"], ids, probs)
+    assert torch.equal(got, layer(t["x"], ids, probs)) and len(graphs) == 4
 
 
 @pytest.mark.gpu

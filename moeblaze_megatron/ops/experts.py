@@ -14,11 +14,13 @@ from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED, Activation
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
 from moeblaze_megatron.ops.memory import layer_bytes, slice_columns
 from moeblaze_megatron.ops.table import Copy, configuration
-from moeblaze_megatron.ops.tiles import interpreting
+from moeblaze_megatron.ops.tiles import cdiv, interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROBS_DTYPES = (*DTYPES, torch.float64)
 ID_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+_eager = torch.compiler.disable(reason="host code and Triton launches, which break the graph")
 
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType:
@@ -26,6 +28,7 @@ def kernels_for(tensor: torch.Tensor) -> ModuleType:
     return kernels if tensor.is_cuda or interpreting() else reference
 
 
+@_eager
 def index_lists_from_topk(
     topk_indices: torch.Tensor,
     num_experts: int,
@@ -60,9 +63,11 @@ def index_lists_from_topk(
     elif topk_indices.dtype is torch.int64:  # so that none wraps into 0..E-1 as int32
         topk_indices = topk_indices.clamp(-1, num_experts)
     topk_indices = topk_indices.to(torch.int32).contiguous()
-    return kernels_for(topk_indices).index_lists(topk_indices, num_experts, max_rows)
+    with torch.cuda.device_of(topk_indices):  # Triton launches on the current GPU
+        return kernels_for(topk_indices).index_lists(topk_indices, num_experts, max_rows)
 
 
+@_eager
 def index_lists_from_routing_map(
     routing_map: torch.Tensor, topk: int, *, check: bool = False
 ) -> IndexLists:
@@ -86,9 +91,9 @@ def index_lists_from_routing_map(
     if check or not routing_map.is_cuda:
         check_experts_per_token(routing_map, topk)
     ops = kernels_for(routing_map)
-    return ops.index_lists(
-        ops.topk_indices_from_routing_map(routing_map, topk), routing_map.shape[1]
-    )
+    with torch.cuda.device_of(routing_map):  # Triton launches on the current GPU
+        topk_indices = ops.topk_indices_from_routing_map(routing_map, topk)
+        return ops.index_lists(topk_indices, routing_map.shape[1])
 
 
 def check_experts_per_token(routing_map: torch.Tensor, topk: int) -> None:
@@ -146,9 +151,8 @@ class _Experts(torch.autograd.Function):
         ctx, x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias, lists, dense, activation, fused,
         workspace_bytes, recompute_fc1, fp8_store, differentiate,
     ):  # fmt: skip
-        x, fc1_weight, fc2_weight, probs = map(_packed, (x, fc1_weight, fc2_weight, probs))
-        fc1_bias, fc2_bias = (
-            bias if bias is None else bias.contiguous() for bias in (fc1_bias, fc2_bias)
+        x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias = map(
+            _packed, (x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)
         )
         ops = kernels_for(x)
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
@@ -305,7 +309,7 @@ def _gathered(
     reads that operand again.
     """
     cols = slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
-    slices = -(-x.shape[1] // cols)
+    slices = cdiv(x.shape[1], cols)
     if copy.width is None or width < copy.width or slices > copy.slices:
         yield 0, x
         return
@@ -331,8 +335,10 @@ def _grad_buffer(
     return grad, fused.main_grad.view(weight.shape), True
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
+def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Contiguous and at a 16-byte address, as tensor descriptors need it; a copy if it is not."""
+    if tensor is None:
+        return None
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -436,6 +442,8 @@ def _check_arguments(
             grad = getattr(weight, "main_grad", None)
             if grad is None:
                 reasons.append(f"gradient_accumulation_fusion=True, but {name} has no main_grad")
+            elif grad.device != x.device:
+                reasons.append(f"{name}.main_grad is on {grad.device}, but x is on {x.device}")
             elif grad.numel() != weight.numel() or not grad.is_contiguous():
                 reasons.append(
                     f"{name}.main_grad is {tuple(grad.shape)} with strides {grad.stride()}; "
@@ -490,7 +498,7 @@ def _check_arguments(
         raise ValueError("moeblaze_experts: " + "; ".join(reasons))
 
 
-@torch.compiler.disable(reason="host code and Triton launches, which break the graph")
+@_eager
 def moeblaze_experts(
     x: torch.Tensor,
     fc1_weight: torch.Tensor,
@@ -572,15 +580,12 @@ def moeblaze_experts(
     differentiable = (
         x, fc1_weight, fc2_weight, probs if dense else topk_probs, fc1_bias, fc2_bias
     )  # fmt: skip
-    output = _Experts.apply(
-        *differentiable,
-        lists,
-        dense,
-        Activation.of(activation),
-        fused,
-        workspace_bytes,
-        recompute_fc1,
-        fp8_store,
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable),
+    differentiate = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in differentiable
     )
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU; backward runs on it too
+        output = _Experts.apply(
+            *differentiable, lists, dense, Activation.of(activation), fused, workspace_bytes,
+            recompute_fc1, fp8_store, differentiate,
+        )  # fmt: skip
     return output if output.shape[1] == H else output[:, :H]
