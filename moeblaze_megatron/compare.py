@@ -32,6 +32,7 @@ OWN_FLAGS = {
     "--exit-duration-in-mins": "the runs would stop at different iterations",
 }
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
+RUNS = ("baseline", "other", "noise")  # the last with the next seed
 TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from the second on
 
 
@@ -76,6 +77,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--processes", type=int, default=1, metavar="N", help="processes, one for each GPU"
     )
     parser.add_argument(
+        "--only",
+        action="append",
+        choices=RUNS,
+        metavar="RUN",
+        help=f"train one of {', '.join(RUNS)} and report nothing, so that runs can be jobs of "
+        "their own; may be repeated; the same command without it reports",
+    )
+    parser.add_argument(
         "--iters", type=int, default=60, metavar="N", help="without flags of yours (default: 60)"
     )
     parser.add_argument(
@@ -104,6 +113,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("leave out " + "; ".join(wrong))
     if arguments.processes < 1:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
+    if arguments.find_max_batch and arguments.only:
+        parser.error("--only names runs to compare; --find-max-batch has none")
     if arguments.batch_step < 1:
         parser.error(f"--batch-step must be 1 or more, got {arguments.batch_step}")
     if arguments.out.exists() and not arguments.out.is_dir():
@@ -355,7 +366,9 @@ def compare(arguments: argparse.Namespace) -> None:
         f"{baseline}, seed {seed + 1}": (baseline, seed + 1),
     }
     report = {"names": list(runs), "dispatchers": [baseline, other], "runs": {}}
-    for name, (dispatcher, number) in runs.items():
+    for which, (name, (dispatcher, number)) in zip(RUNS, runs.items(), strict=True):
+        if arguments.only and which not in arguments.only:
+            continue
         folder = out / f"{dispatcher}-seed{number}"
         # Behind the flags given, so that these values hold.
         own = ["--moe-token-dispatcher-type", dispatcher, "--seed", str(number)]
@@ -368,6 +381,11 @@ def compare(arguments: argparse.Namespace) -> None:
             (folder / "finished.json").write_text(json.dumps(command))
         estimated = (estimate.totals(command, arguments.processes) or {}).get(dispatcher)
         report["runs"][name] = read(folder) | {"estimated_bytes": estimated}
+    if len(report["runs"]) < len(runs):
+        print(
+            f"no report yet: the same command without --only, once {', '.join(runs)} are finished"
+        )
+        return
     report["differences"] = differences(report)
     report["versions"] = report["runs"][baseline].pop("versions")
     report["cpu"] = report["versions"]["device"] == "CPU"
