@@ -7,13 +7,14 @@ loss and gradient norm of every iteration, all digits of them, to the file named
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from moeblaze_megatron.processes import launcher_command
 
 TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4
@@ -52,15 +53,10 @@ def launch(*arguments, env, processes=0, cpu=True, timeout=300):
 
     `processes` > 0 runs it under torchrun, 0 without; `cpu` hides the GPU from it.
     """
-    command = [sys.executable, "-m"]
-    if processes:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command += ["torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
+    alone = [sys.executable, "-m", "moeblaze_megatron"]
+    command = launcher_command(processes) if processes else alone
     env = env | {"CUDA_VISIBLE_DEVICES": ""} if cpu else env
-    return run(*command, "moeblaze_megatron", *arguments, env=env, timeout=timeout)
+    return run(*command, *arguments, env=env, timeout=timeout)
 
 
 def train(tmp_path, dispatcher, *flags, iters, env, processes=1):

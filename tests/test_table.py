@@ -101,6 +101,7 @@ BAD = [
     (entry(use={"group": 8}), "use has stages, group, multiply_registers, load_registers"),
     (entry(use=vars(RING) | {"stages": 5}), "stages=5 is not in 2..3"),
     (entry(use=vars(RING) | {"group": 0}), "group=0 is not in 1..256"),
+    (entry(use=vars(RING) | {"group": True}), "group=True is not in 1..256"),
     (entry(use=vars(RING) | {"multiply_registers": 170}), "170/176 are not multiples of 8"),
     (entry(use=vars(RING) | {"load_registers": 184}), "168/184 are more than"),
     (entry("fc1", use=vars(TILE) | {"rows": 64}), "rows=64 is not 128"),
