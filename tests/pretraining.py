@@ -75,6 +75,12 @@ def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
     return output, [json.loads(line) for line in record.read_text().splitlines()]
 
 
+def largest_difference(ours, theirs, key):
+    """Largest relative difference of `key` over the iterations that both have."""
+    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
+    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
+
+
 def example(script, *arguments, env):
     """Run a shell script of examples/ on the CPU; returns its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"

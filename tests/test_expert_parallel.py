@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ep_worker import CHECKS
-from pretraining import needs_megatron_on_cpu, run, train
+from pretraining import largest_difference, needs_megatron_on_cpu, run, train
 
 from moeblaze_megatron.processes import torchrun_command
 
@@ -93,11 +93,6 @@ def outcomes(request, plain_env, tmp_path_factory):
 def test_on_all_ranks(name, outcomes):
     failure = outcomes(name)
     assert failure is None, f"{name}, here because: {CHECKS[name].why}\n{failure}"
-
-
-def largest_difference(ours, theirs, key):
-    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
-    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 PRETRAINING = {

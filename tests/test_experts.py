@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cases import (
     assert_as_close_as_torch,
     captured,
     expected,
+    layer_of,
     operands,
     routing,
     run,
@@ -39,14 +41,7 @@ def copied_wgrads():
 def check(case, device, dtype, **options):
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
-
-    def layer(x, fc1_weight, fc2_weight, p, **biases):
-        return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p,
-            activation=case.activation, **biases, **options,
-        )  # fmt: skip
-
-    got = run(layer, tensors, probs)
+    got = run(layer_of(ids, case.activation, **options), tensors, probs)
     exact = expected(case, tensors, ids, probs, torch.float64)
     assert_as_close_as_torch(got, expected(case, tensors, ids, probs, dtype), exact)
     counts = torch.bincount(ids[ids >= 0].long(), minlength=case.E)
@@ -95,14 +90,7 @@ def test_eager_gradients_are_those_of_autograd(case, monkeypatch):
     monkeypatch.setattr(experts, "kernels_for", lambda tensor: reference)
     ids, probs = routing(case, "cpu")
     tensors = operands(case, "cpu", torch.float64)
-
-    def layer(x, fc1_weight, fc2_weight, p, **biases):
-        return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=case.activation,
-            **biases,
-        )  # fmt: skip
-
-    got = run(layer, tensors, probs.double())
+    got = run(layer_of(ids, case.activation), tensors, probs.double())
     for name, want in expected(case, tensors, ids, probs, torch.float64).items():
         torch.testing.assert_close(got[name], want, rtol=1e-12, atol=1e-12)
 
@@ -259,18 +247,11 @@ def test_one_bias_alone_and_the_rest_frozen(device, name, nan_filled):
     args = (t["x"], t["fc1_weight"], t["fc2_weight"])
     other = {"fc1_bias": "fc2_bias", "fc2_bias": "fc1_bias"}[name]
     t[other].zero_()
-    both = check_biases(t, ids, probs)
+    both = run(layer_of(ids), t, probs)
     leaf = t[name].requires_grad_()
     out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs, **{name: leaf})
     out.backward(t["grad_output"])
     assert torch.equal(out, both["output"]) and torch.equal(leaf.grad, both[f"grad_{name}"])
-
-
-def check_biases(tensors, ids, probs):
-    def layer(*operands, **biases):
-        return moeblaze_experts(*operands[:3], topk_indices=ids, topk_probs=operands[3], **biases)
-
-    return run(layer, tensors, probs)
 
 
 def test_probabilities_see_the_bias_of_fc2(device):
@@ -395,12 +376,7 @@ def test_checkpoint_and_non_contiguous_weights(device, use_reentrant):
     t = operands(case, device, torch.float32)
     t["fc1_weight"] = t["fc1_weight"].mT.contiguous().mT
 
-    def layer(x, w1, w2, p):
-        def inner(x, w1, w2, p):
-            return moeblaze_experts(x, w1, w2, topk_indices=ids, topk_probs=p)
-
-        return checkpoint(inner, x, w1, w2, p, use_reentrant=use_reentrant)
-
+    layer = partial(checkpoint, layer_of(ids), use_reentrant=use_reentrant)
     got, want = run(layer, t, probs), check(case, device, torch.float32)
     for name in want:
         assert torch.equal(got[name], want[name]), name
@@ -437,6 +413,12 @@ def test_two_forwards_before_one_backward(device):
         assert torch.equal(x.grad, y.grad)
 
 
+class Wrapper(torch.Tensor):
+    """What torch takes for a wrapper around other tensors, as DTensor is one."""
+
+    __tensor_flatten__ = __tensor_unflatten__ = None
+
+
 BAD = {
     "fc1_weight has shape": dict(fc1_weight=torch.zeros(4, 32, 32)),
     "fc2_weight is torch.bfloat16": dict(fc2_weight=torch.zeros(4, 32, 32).bfloat16()),
@@ -459,6 +441,7 @@ BAD = {
     ),
     "x is a list, not a tensor": dict(x=[[0.0] * 32] * 8),
     "topk_probs is a float, not a tensor": dict(topk_probs=0.5),
+    "x is a Wrapper; give the tensor inside": dict(x=torch.zeros(8, 32).as_subclass(Wrapper)),
     "x is torch.sparse_coo": dict(x=torch.zeros(8, 32).to_sparse()),
     "F=0": dict(fc1_weight=torch.zeros(4, 0, 32), fc2_weight=torch.zeros(4, 32, 0)),
     "topk=2 goes with routing_map": dict(topk=2),

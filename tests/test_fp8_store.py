@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import GPT_OSS, LARGE, Case, captured, expected, operands, routing, run
+from cases import GPT_OSS, LARGE, Case, captured, expected, layer_of, operands, routing, run
 
 from moeblaze_megatron import IndexLists, index_lists_from_topk, moeblaze_experts
 from moeblaze_megatron.ops import experts, hopper, kernels, reference
@@ -105,16 +105,6 @@ def test_every_code_comes_back(ops, device):
     torch.testing.assert_close(
         again.float(), codes.view(E4M3).float(), rtol=0, atol=0, equal_nan=True
     )
-
-
-def layer_of(ids, activation, **options):
-    def layer(x, fc1_weight, fc2_weight, p, **biases):
-        return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=activation,
-            **biases, **options,
-        )  # fmt: skip
-
-    return layer
 
 
 def rounding_fc1(fc1, *args, **kwargs):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, assert_as_close_as_torch, expected, operands, routing, run
+from cases import Case, assert_as_close_as_torch, expected, layer_of, operands, routing, run
 
-from moeblaze_megatron import moeblaze_experts
 from moeblaze_megatron.aot import MAX_SHARED
 from moeblaze_megatron.ops import hopper, table
 from moeblaze_megatron.ops.table import Copy, Key, Ring, Tile
@@ -166,13 +165,9 @@ def numbers(case: Case, device: str, dtype: torch.dtype) -> None:
     """The layer's output and gradients against plain torch."""
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
-
-    def layer(x, fc1_weight, fc2_weight, p):
-        return moeblaze_experts(x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p)
-
     exact = expected(case, tensors, ids, probs, torch.float64)
     eager = expected(case, tensors, ids, probs, dtype)
-    assert_as_close_as_torch(run(layer, tensors, probs), eager, exact)
+    assert_as_close_as_torch(run(layer_of(ids), tensors, probs), eager, exact)
 
 
 def layer_sizes(key: Key) -> tuple[int, int]:

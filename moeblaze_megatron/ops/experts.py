@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED, Activation
@@ -390,6 +391,10 @@ def _check_arguments(
         elif value.layout is not torch.strided or value.is_meta:
             reasons.append(
                 f"{name} is {value.layout} on {value.device}; give a dense tensor on a GPU or CPU"
+            )
+        elif is_traceable_wrapper_subclass(value):  # has no address for a kernel
+            reasons.append(
+                f"{name} is a {type(value).__name__}; give the tensor inside (DTensor.to_local())"
             )
     if lists is not None and not isinstance(lists, IndexLists):
         reasons.append(f"index_lists is {_described(lists)}, not an IndexLists")
