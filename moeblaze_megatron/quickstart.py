@@ -16,6 +16,7 @@ import statistics
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ VALIDATION = re.compile(r"validation loss at iteration \d+ on validation.* lm lo
 MOE_LAYERS = re.compile(r"> MoE layers on rank 0: (.*)")
 
 
-def parse_arguments(argv=None):
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m moeblaze_megatron.quickstart",
         description="Pretrain a small mixture-of-experts GPT on text with Megatron-Core.",
@@ -123,13 +124,13 @@ def parse_arguments(argv=None):
     return arguments
 
 
-def reached(out):
+def reached(out: Path) -> int:
     """The iteration that the checkpoint in `out` has reached, or 0."""
     latest = out / "checkpoint" / "latest_checkpointed_iteration.txt"
     return int(latest.read_text()) if latest.is_file() else 0
 
 
-def prepare_output(out, resume, force):
+def prepare_output(out: Path, resume: bool, force: bool) -> int:
     """Make `out` ready for a run; returns the iteration that its checkpoint has reached, or 0."""
     if resume:
         if not reached(out):
@@ -165,7 +166,7 @@ def prepare_output(out, resume, force):
     return 0
 
 
-def default_text():
+def default_text() -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of the standard library's reference documentation and sources."""
     from pydoc_data.topics import topics
 
@@ -174,7 +175,7 @@ def default_text():
         yield str(path), path.read_bytes()
 
 
-def text_of(paths):
+def text_of(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of every text file in `paths`; a file with a zero byte is no text."""
     for path in paths:
         if not path.exists():
@@ -191,7 +192,7 @@ def text_of(paths):
                 yield str(file), content
 
 
-def collect_text(paths):
+def collect_text(paths: list[Path] | None) -> tuple[list[bytes], str]:
     """The texts of `paths`, or of the standard library, up to MAX_BYTES; and a line about them."""
     texts, size = [], 0
     for name, content in text_of(paths) if paths else default_text():
@@ -213,7 +214,7 @@ def collect_text(paths):
     return [content for _, content in texts], f"{size:,} bytes{more} from {where}: {number}"
 
 
-def write_dataset(texts, data):
+def write_dataset(texts: list[bytes], data: Path) -> None:
     """Write the bytes of `texts` as `data`/train and `data`/valid for Megatron."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -233,7 +234,7 @@ def write_dataset(texts, data):
         builder.finalize(str(data / f"{name}.idx"))
 
 
-def training_flags(sizes, data, last):
+def training_flags(sizes: dict[str, int], data: Path, last: int) -> list[str]:
     """Megatron's flags that train a model of `sizes` on the dataset `data` to iteration `last`."""
     settings = {
         **sizes,
@@ -250,7 +251,9 @@ def training_flags(sizes, data, last):
     return [*flags, *(["--bf16"] if torch.cuda.is_available() else []), *TOKENS, *FLAGS]
 
 
-def training_command(sizes, out, dispatcher, done, iters):
+def training_command(
+    sizes: dict[str, int], out: Path, dispatcher: str, done: int, iters: int
+) -> list[str]:
     """The torchrun command that trains from iteration `done` for `iters` more."""
     last, checkpoint = done + iters, out / "checkpoint"
     return [
@@ -262,11 +265,11 @@ def training_command(sizes, out, dispatcher, done, iters):
     ]
 
 
-def shown_losses(iters):
+def shown_losses(iters: int) -> Callable[[str], None]:
     """Shows about twenty of the `iters` iterations that Megatron logs, but a hundredth at least."""
     seen = 0
 
-    def show(line):
+    def show(line: str) -> None:
         nonlocal seen
         if found := ITERATION.search(line):
             if seen % max(1, min(iters // 20, 100)) == 0 or seen == iters - 1:
@@ -280,7 +283,7 @@ def shown_losses(iters):
     return show
 
 
-def saved_bytes_per_token(sizes, dispatcher):
+def saved_bytes_per_token(sizes: dict[str, int], dispatcher: str) -> tuple[float, str]:
     """Bytes per token that one MoE layer keeps for its backward pass, and what it is built from."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import TransformerConfig
@@ -319,7 +322,7 @@ def saved_bytes_per_token(sizes, dispatcher):
     return sum(kept.values()) / T, built
 
 
-def prepare_megatron():
+def prepare_megatron() -> None:
     """Teach this process's Megatron the new value and start it on one rank."""
     from moeblaze_megatron.mcore.cpu_mode import install_cpu_mode
 
@@ -340,7 +343,7 @@ def prepare_megatron():
     model_parallel_cuda_manual_seed(1234)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     """Tokenise, train, measure, sum up."""
     arguments = parse_arguments(argv)
     texts, description = (None, None) if arguments.resume else collect_text(arguments.text)

@@ -4,6 +4,7 @@ T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R ro
 """
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -274,7 +275,9 @@ def _fc1(
     return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather, fc1_bias)
 
 
-def _slices(x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
+def _slices(
+    x: torch.Tensor, lists: IndexLists, workspace_bytes: int
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Column ranges of [R, H] that each fit the workspace, and one reused buffer for them."""
     R, H = lists.max_rows, x.shape[1]
     cols = slice_columns(H, R, x.element_size(), workspace_bytes)
@@ -302,7 +305,7 @@ def _gathered(
     copy: Copy,
     width: int,
     workspace_bytes: int,
-):
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Rows of x by token in column slices, or x itself where the kernel had better look them up.
 
     A copy and plain loads are the faster way where the other operand of the weight gradient is

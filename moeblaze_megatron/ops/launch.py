@@ -6,6 +6,7 @@ Triton itself launches the first of each kind, and whatever more than a launch i
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Kernel:
         assert all(constant[self.constants :]), jitted
         self.compiled: dict[tuple, CompiledKernel] = {}
 
-    def __getitem__(self, grid: tuple[int, ...]):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: int) -> None:
             key, values = self._bind(arguments, options)
             compiled = self.compiled.get(key)
@@ -84,9 +85,9 @@ class Kernel:
 
     def _watched(self) -> bool:
         """Whether a profiler or a debugger sees each launch, or changes what is compiled."""
-        hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         return bool(
-            any(getattr(hook, "calls", True) for hook in hooks)
+            getattr(_runtime.launch_enter_hook, "calls", True)  # an empty chain, as a rule
+            or getattr(_runtime.launch_exit_hook, "calls", True)
             or self.jitted.pre_run_hooks
             or _runtime.debug
             or _runtime.add_stages_inspection_hook

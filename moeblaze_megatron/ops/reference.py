@@ -6,6 +6,7 @@ The twins are what runs on CPU tensors; the tests and the benchmark compare kern
 T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R routed rows.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -142,7 +143,7 @@ def grad_probs(
     return out.index_put_((token, _column(lists, token, k, dense)), values, accumulate=True)
 
 
-def _experts(lists: IndexLists):
+def _experts(lists: IndexLists) -> Iterator[tuple[int, slice]]:
     """Number and rows of every expert."""
     offsets = lists.expert_token_offsets.tolist()
     return enumerate(slice(a, b) for a, b in pairwise(offsets))
