@@ -126,6 +126,11 @@ def layer_of(topk_indices: torch.Tensor, activation: str | Activation = "swiglu"
     return layer
 
 
+def leaves_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """x and both weights, to take gradients."""
+    return [tensors[name].requires_grad_() for name in ("x", "fc1_weight", "fc2_weight")]
+
+
 def run(layer, tensors: dict, topk_probs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Output and every gradient of `layer(x, fc1_weight, fc2_weight, topk_probs, **biases)`."""
     tensors = tensors | {"probs": topk_probs}

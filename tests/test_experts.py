@@ -15,6 +15,7 @@ from cases import (
     captured,
     expected,
     layer_of,
+    leaves_of,
     operands,
     routing,
     run,
@@ -197,7 +198,7 @@ def test_recompute_fc1(device, bias, nan_filled):
 
     ids, probs = routing(case, device)
     t = operands(case, device, torch.bfloat16)
-    args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(t)
     biases = {name: t[name] for name in t if name.endswith("bias")}
     given, saved = {a.data_ptr() for a in (*args, *biases.values(), probs)}, []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
@@ -212,7 +213,7 @@ def test_inference_saves_nothing(device, monkeypatch):
     case = Case(30, 32, 32, 4, 2, "inference")
     ids, probs = routing(case, device)
     t = operands(case, device, torch.float32)
-    args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(t)
     ops = experts.kernels_for(t["x"])
     saves, fc1 = [], ops.fc1
     monkeypatch.setattr(ops, "fc1", lambda *a, **k: (saves.append(a[5]), fc1(*a, **k))[1])
@@ -356,7 +357,7 @@ def test_operands_off_16_bytes(device):
     for name, tensor in t.items():
         buffer = torch.empty(tensor.numel() + 1, device=device)
         t[name] = buffer[1:].view(tensor.shape).copy_(tensor)
-    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(t)
     main_grads(t, 0.0)
     out = moeblaze_experts(
         *leaves, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
@@ -601,7 +602,7 @@ def test_repeats_bitwise_while_the_gpu_is_busy(F):
     case = Case(8192, 1024, F, 32, 4, "repeats")
     ids, probs = routing(case, "cuda")
     t = operands(case, "cuda", torch.bfloat16)
-    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(t)
     leaves.append(probs.requires_grad_())
     other = torch.randn(1024, 1024, device="cuda")
 
@@ -680,7 +681,7 @@ def test_cuda_graph_replays_with_other_routing():
     """Forward and backward captured once: nothing waits for the device or depends on R."""
     case = Case(2000, 256, 128, 8, 2, "captured", dropped=0.1)
     t = operands(case, "cuda", torch.bfloat16)
-    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(t)
     ids, probs = routing(case, "cuda")
 
     def step():

@@ -320,12 +320,12 @@ _notes: dict[Key, Configuration] | None = None
 def recording() -> Iterator[dict[Key, Configuration]]:
     """Inside, what launches look up is noted, with the answers."""
     global _notes
-    _notes = {}
+    before, _notes = _notes, {}
     _find.cache_clear()
     try:
         yield _notes
     finally:
-        _notes = None
+        _notes = before
 
 
 @cache
