@@ -377,6 +377,50 @@ def _aligned(
     )
 
 
+def _mismatches(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor
+) -> Iterator[str]:
+    if tuple(tensor.shape) != shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, expected {shape}"
+    if tensor.device != x.device:
+        yield f"{name} is on {tensor.device}, but x is on {x.device}"
+
+
+def _routing_reasons(
+    x, E, probs, routing_map, topk, topk_indices, topk_probs, lists
+) -> Iterator[str]:
+    """What does not fit in the routing, in one of its three forms."""
+    T = x.shape[0]
+    given = tuple(
+        value is not None for value in (probs, routing_map, topk_indices, topk_probs, lists)
+    )
+    if given == (True, True, False, False, False):
+        yield from _mismatches("probs", probs, (T, E), x)
+        yield from _mismatches("routing_map", routing_map, (T, E), x)
+    elif given == (False, False, True, True, False):
+        K = topk_indices.shape[1] if topk_indices.dim() == 2 else "K"
+        yield from _mismatches("topk_indices", topk_indices, (T, K), x)
+        yield from _mismatches("topk_probs", topk_probs, tuple(topk_indices.shape), x)
+    elif given in ((True, False, False, False, True), (False, False, False, True, True)):
+        if topk_probs is None:
+            yield from _mismatches("probs", probs, (T, E), x)
+        else:
+            yield from _mismatches("topk_probs", topk_probs, (T, lists.topk), x)
+        yield from _mismatches("index_lists", lists.token_index_map, (T, lists.topk), x)
+        if lists.num_experts != E:
+            yield f"index_lists has {lists.num_experts} experts, the weights {E}"
+    else:
+        yield (
+            "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
+            "or index_lists with probs or topk_probs"
+        )
+    if topk is not None and routing_map is None:
+        yield f"topk={topk!r} goes with routing_map only"
+    for name, value in (("probs", probs), ("topk_probs", topk_probs)):
+        if value is not None and value.dtype not in PROBS_DTYPES:
+            yield f"{name} is {value.dtype}; use fp32, fp64, bf16 or fp16"
+
+
 def _check_arguments(
     x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, probs, routing_map, topk, topk_indices,
     topk_probs, lists, activation, fusion, workspace_bytes, recompute_fc1, fp8_store,
@@ -413,16 +457,10 @@ def _check_arguments(
     activation = Activation.of(activation)
     if activation.name not in ACTIVATIONS:
         raise ValueError(f"activation={activation.name!r} is not one of {', '.join(ACTIVATIONS)}")
-    (T, H), (E, _, ffn) = x.shape, fc2_weight.shape
+    H, (E, _, ffn) = x.shape[1], fc2_weight.shape
     width = 2 * ffn if activation.gated else ffn
     autocast = torch.is_autocast_enabled(x.device.type)
     dtypes = PROBS_DTYPES if kernels_for(x) is reference else DTYPES
-
-    def expect(name, tensor, shape):
-        if tuple(tensor.shape) != shape:
-            reasons.append(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if tensor.device != x.device:
-            reasons.append(f"{name} is on {tensor.device}, but x is on {x.device}")
 
     if not (H and ffn):
         reasons.append(f"H={H} and F={ffn} must be 1 or more")
@@ -434,12 +472,12 @@ def _check_arguments(
         reasons.append(f"{activation}: offset must be finite")
     if not activation.gated and (activation.clamp is not None or activation.offset):
         reasons.append(f"{activation}: clamp and offset go with {', '.join(GATED)}")
-    expect("fc1_weight", fc1_weight, (E, width, H))
-    expect("fc2_weight", fc2_weight, (E, H, ffn))
+    reasons += _mismatches("fc1_weight", fc1_weight, (E, width, H), x)
+    reasons += _mismatches("fc2_weight", fc2_weight, (E, H, ffn), x)
     weights = {"fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
     biases = {name: tensors[name] for name in ("fc1_bias", "fc2_bias") if name in tensors}
     for name, bias in biases.items():
-        expect(name, bias, (E, width if name == "fc1_bias" else H))
+        reasons += _mismatches(name, bias, (E, width if name == "fc1_bias" else H), x)
     for name, weight in (weights | biases).items():
         if not autocast and weight.dtype != x.dtype:
             reasons.append(f"{name} is {weight.dtype}, but x is {x.dtype}")
@@ -458,33 +496,7 @@ def _check_arguments(
                     f"gradient_accumulation_fusion adds to a contiguous {tuple(weight.shape)}"
                 )
 
-    given = (probs is not None, routing_map is not None, topk_indices is not None,
-             topk_probs is not None, lists is not None)  # fmt: skip
-    if given == (True, True, False, False, False):
-        expect("probs", probs, (T, E))
-        expect("routing_map", routing_map, (T, E))
-    elif given == (False, False, True, True, False):
-        K = topk_indices.shape[1] if topk_indices.dim() == 2 else "K"
-        expect("topk_indices", topk_indices, (T, K))
-        expect("topk_probs", topk_probs, tuple(topk_indices.shape))
-    elif given in ((True, False, False, False, True), (False, False, False, True, True)):
-        if topk_probs is None:
-            expect("probs", probs, (T, E))
-        else:
-            expect("topk_probs", topk_probs, (T, lists.topk))
-        expect("index_lists", lists.token_index_map, (T, lists.topk))
-        if lists.num_experts != E:
-            reasons.append(f"index_lists has {lists.num_experts} experts, the weights {E}")
-    else:
-        reasons.append(
-            "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
-            "or index_lists with probs or topk_probs"
-        )
-    if topk is not None and routing_map is None:
-        reasons.append(f"topk={topk!r} goes with routing_map only")
-    for name in ("probs", "topk_probs"):
-        if name in tensors and tensors[name].dtype not in PROBS_DTYPES:
-            reasons.append(f"{name} is {tensors[name].dtype}; use fp32, fp64, bf16 or fp16")
+    reasons += _routing_reasons(x, E, probs, routing_map, topk, topk_indices, topk_probs, lists)
     if (
         fusion
         and kernels_for(x) is kernels
