@@ -11,10 +11,8 @@ the output folder and is not run again.
 import argparse
 import importlib.util
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from pathlib import Path
 import torch
 
 from moeblaze_megatron import estimate, quickstart
+from moeblaze_megatron.processes import ITERATION, Failed, launcher_command, train
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 
 # Flags that compare sets itself, or that would let the runs meet, and what to do about them.
@@ -34,20 +33,6 @@ OWN_FLAGS = {
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 RUNS = ("baseline", "other", "noise")  # the last with the next seed
 TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from the second on
-
-
-class Failed(RuntimeError):
-    """A training process that did not end well.
-
-    Attributes:
-        output: all it printed.
-    """
-
-    def __init__(self, output: str, log: Path):
-        self.output = output
-        own = output.partition("failed (exitcode")[0]  # what torchrun says of it follows
-        tail = "".join(own.splitlines(keepends=True)[-30:])
-        super().__init__(f"{tail}\ntraining failed; whole log: {log}")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -160,31 +145,8 @@ def run(training: list[str], processes: int, folder: Path, show: Callable[[str],
     """Train in a fresh process, recording into the new `folder`; raises Failed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [*quickstart.launcher_command(processes), *training]
-    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-    env |= quickstart.NO_MULTICAST | os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
-    lines, log = [], folder / "train.log"
-    with (
-        open(log, "w") as file,
-        subprocess.Popen(
-            command,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        try:
-            for line in process.stdout:
-                file.write(line)
-                lines.append(line)
-                show(line)
-        except KeyboardInterrupt:
-            process.wait()  # torchrun has had the same signal
-            raise
-    if process.returncode:
-        raise Failed("".join(lines), log)
+    command = [*launcher_command(processes), *training]
+    train(command, folder / "train.log", show, {"MOEBLAZE_RECORD": str(folder.resolve())})
 
 
 def progress(name: str, iters: int) -> Callable[[str], None]:
@@ -193,7 +155,7 @@ def progress(name: str, iters: int) -> Callable[[str], None]:
 
     def show(line: str) -> None:
         nonlocal shown
-        if found := quickstart.ITERATION.search(line):
+        if found := ITERATION.search(line):
             shown += 1
             if (shown - 1) % (max(1, iters // 10) if iters else 10) == 0:
                 print(

@@ -7,13 +7,14 @@ loss and gradient norm of every iteration, all digits of them, to the file named
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from moeblaze_megatron.processes import launcher_command
 
 TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4
@@ -58,15 +59,10 @@ def launch(*arguments, env, processes=0, cpu=True, timeout=300):
 
     `processes` > 0 runs it under torchrun, 0 without; `cpu` hides the GPU from it.
     """
-    command = [sys.executable, "-m"]
-    if processes:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command += ["torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
+    alone = [sys.executable, "-m", "moeblaze_megatron"]
+    command = launcher_command(processes) if processes else alone
     env = env | {"CUDA_VISIBLE_DEVICES": ""} if cpu else env
-    return run(*command, "moeblaze_megatron", *arguments, env=env, timeout=timeout)
+    return run(*command, *arguments, env=env, timeout=timeout)
 
 
 def train(tmp_path, dispatcher, *flags, iters, env, processes=1, model=TINY):
@@ -83,6 +79,12 @@ def train(tmp_path, dispatcher, *flags, iters, env, processes=1, model=TINY):
     )
     assert code == 0, output[-6000:]
     return output, [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def largest_difference(ours, theirs, key):
+    """Largest relative difference of `key` over the iterations that both have."""
+    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
+    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 def example(script, *arguments, env):

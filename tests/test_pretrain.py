@@ -4,17 +4,19 @@ import os
 import re
 
 import pytest
-from pretraining import GPT_OSS, TINY, example, launch, needs_megatron_on_cpu, train
+from pretraining import (
+    GPT_OSS,
+    TINY,
+    example,
+    largest_difference,
+    launch,
+    needs_megatron_on_cpu,
+    train,
+)
 
 pytestmark = needs_megatron_on_cpu
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-def largest_difference(ours, theirs, key):
-    """Largest relative difference of `key` over the iterations that both have."""
-    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
-    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
