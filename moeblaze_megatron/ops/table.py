@@ -29,8 +29,13 @@ SHIPPED = Path(__file__).with_name("configurations.json")
 FORMAT = 1
 
 
+def _is_int(value: object, low: int, high: float = float("inf")) -> bool:
+    """Whether it is a number of JSON in that range; true and 1.0 are not, though they equal 1."""
+    return type(value) is int and low <= value <= high
+
+
 def _is_power(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and low <= value <= high and value.bit_count() == 1
+    return _is_int(value, low, high) and value.bit_count() == 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Tile:
                 yield f"{name}={getattr(self, name)!r} is not a power of two in {low}..{high}"
         for name, high in (("num_stages", 8), ("group", 256)):
             value = getattr(self, name)
-            if not (isinstance(value, int) and 1 <= value <= high):
+            if not _is_int(value, 1, high):
                 yield f"{name}={value!r} is not in 1..{high}"
         height = 16 if gpu == "interpreter" else 128
         if kernel in ("fc1", "rows") and self.rows != height:
@@ -93,10 +98,10 @@ class Ring:
         most = 4 if kernel == "wgrad_hopper" else 3  # what shared memory holds
         for name, low, high in (("stages", 2, most), ("group", 1, 256)):
             value = getattr(self, name)
-            if not (isinstance(value, int) and low <= value <= high):
+            if not _is_int(value, low, high):
                 yield f"{name}={value!r} is not in {low}..{high}"
         split = self.multiply_registers, self.load_registers
-        if not all(isinstance(n, int) and 24 <= n <= 240 and n % 8 == 0 for n in split):
+        if not all(_is_int(n, 24, 240) and n % 8 == 0 for n in split):
             yield "registers={}/{} are not multiples of 8 in 24..240".format(*split)
         elif 32 * (8 * split[0] + 4 * split[1]) > 65536:
             yield "registers={}/{} are more than a multiprocessor's 65536".format(*split)
@@ -117,9 +122,9 @@ class Copy:
     def reasons(self, kernel: str, gpu: str) -> Iterator[str]:
         for name in ("ffn", "width"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 0):
+            if value is not None and not _is_int(value, 0):
                 yield f"{name}={value!r} is neither a size nor null"
-        if not (isinstance(self.slices, int) and self.slices >= 1):
+        if not _is_int(self.slices, 1):
             yield f"slices={self.slices!r} is not 1 or more"
 
 
@@ -160,7 +165,7 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
     if not isinstance(entry, dict) or set(entry) != set(known):
         return [f"an entry has {', '.join(known)}"]
     kernel, gpu, use, sizes = (entry[name] for name in ("kernel", "gpu", "use", "class"))
-    if kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in KERNELS:
         return [f"kernel {kernel!r} is not one of {', '.join(KERNELS)}"]
     reasons = []
     if not (isinstance(gpu, str) and gpu):
@@ -169,8 +174,9 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
         gpu in ("any", "interpreter") or (gpu.startswith("sm_") and gpu != "sm_90")
     ):
         reasons.append(f"gpu={gpu!r} does not run this kernel, sm_90 does")
-    if entry["bits"] not in ((16,) if kernel.endswith("_hopper") else (16, 32)):
-        reasons.append(f"bits={entry['bits']!r} has no such kernel")
+    bits = entry["bits"]
+    if not _is_int(bits, 16) or bits not in ((16,) if kernel.endswith("_hopper") else (16, 32)):
+        reasons.append(f"bits={bits!r} has no such kernel")
     if sizes is not None and not (
         isinstance(sizes, list) and len(sizes) == 2 and all(_is_power(n, 1, 2**31) for n in sizes)
     ):
@@ -182,7 +188,7 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
         reasons += KERNELS[kernel](**use).reasons(kernel, str(gpu))
     if reasons:
         return reasons
-    key = Key(kernel, gpu, entry["bits"], sizes and tuple(sizes))
+    key = Key(kernel, gpu, bits, sizes and tuple(sizes))
     return key, KERNELS[kernel](**use)
 
 
@@ -200,7 +206,7 @@ def load(path: Path) -> Table:
         raise ValueError(
             f"kernel table {path}: not a table that moeblaze_megatron.tune has written"
         )
-    if content.get("format") != FORMAT:
+    if not _is_int(content.get("format"), FORMAT, FORMAT):
         raise ValueError(f"kernel table {path}: format={content.get('format')!r} is not {FORMAT}")
     table, reasons = {}, []
     for number, entry in enumerate(content["configurations"]):
