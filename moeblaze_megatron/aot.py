@@ -144,8 +144,9 @@ def resources(kernel) -> Resources:
 
 
 def _words(choice: str | Activation) -> str:
-    name, clamp, offset = Activation.of(choice)
-    return name + ("" if clamp is None else " clamped") + (" offset" if offset else "")
+    activation = Activation.of(choice)
+    clamped = "" if activation.clamp is None else " clamped"
+    return activation.name + clamped + " offset" * bool(activation.offset)
 
 
 def step(

@@ -92,10 +92,13 @@ def entry(kernel="fc1_hopper", gpu="sm_90", bits=16, use=None, **others) -> dict
 
 BAD = [
     (entry(kernel="fc3"), "kernel 'fc3' is not one of fc1, rows"),
+    (entry(kernel=["fc1"]), r"kernel \['fc1'\] is not one of fc1, rows"),
     (entry(colour="red"), "an entry has kernel, gpu, bits, class, use"),
     (entry(gpu=""), "gpu='' is not a name"),
     (entry(gpu="sm_80"), "gpu='sm_80' does not run this kernel, sm_90 does"),
     (entry(bits=32), "bits=32 has no such kernel"),
+    (entry("copy", bits=16.0, use=vars(Copy(0, 0, 4))), "bits=16.0 has no such kernel"),
+    (entry(**{"class": [True, 512]}), r"class=\[True, 512\] is neither two powers of two"),
     (entry(**{"class": [700, 512]}), r"class=\[700, 512\] is neither two powers of two"),
     (entry(use={"group": 8}), "use has stages, group, multiply_registers, load_registers"),
     (entry(use=vars(RING) | {"stages": 5}), "stages=5 is not in 2..3"),
@@ -107,6 +110,9 @@ BAD = [
     (entry("wgrad", use=vars(TILE) | {"cols": 96}), "cols=96 is not a power of two in 16..256"),
     (entry("rows", use=vars(TILE) | {"num_stages": "3"}), "num_stages='3' is not in 1..8"),
     (entry("copy", use={"ffn": -1, "width": None, "slices": 4}), "ffn=-1 is neither a size nor"),
+    (entry("rows", use=vars(TILE) | {"num_stages": True}), "num_stages=True is not in 1..8"),
+    (entry("rows", use=vars(TILE) | {"num_warps": True}), "num_warps=True is not a power of two"),
+    (entry("copy", use={"ffn": True, "width": None, "slices": 4}), "ffn=True is neither a size"),
     (entry("copy", use={"ffn": 0, "width": None, "slices": 0}), "slices=0 is not 1 or more"),
 ]
 
@@ -131,6 +137,7 @@ def test_a_bad_table_is_refused_with_all_reasons(tmp_path):
         ("{", "kernel table .*: Expecting"),
         ("[]", "not a table that moeblaze_megatron.tune has written"),
         ('{"format": 2, "configurations": []}', "format=2 is not 1"),
+        ('{"format": true, "configurations": []}', "format=True is not 1"),
         (json.dumps({"format": 1, "configurations": [entry()] * 2}), "entry 1: .* is there twice"),
     ],
 )

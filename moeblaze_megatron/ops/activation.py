@@ -3,7 +3,7 @@
 R routed rows, F ffn hidden size; fc1_output is [R, 2F] (gate half first) when gated, else [R, F].
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,11 +17,13 @@ GATED = ("swiglu", "geglu", "quick_geglu")
 ACTIVATIONS = (*GATED, "silu", "gelu", "squared_relu")
 
 
-class Activation(NamedTuple):
+@dataclass(frozen=True)
+class Activation:
     """What an expert computes between its linears, for the operator and, whole, for the kernels.
 
     f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset) when gated, else f(fc1_output).
-    gpt-oss is `Activation("quick_geglu", clamp=7.0, offset=1.0)`.
+    gpt-oss is `Activation("quick_geglu", clamp=7.0, offset=1.0)`. No NamedTuple: Triton 3.8 makes a
+    plain tuple, without properties, of one that is passed on to `warp_specialize`.
 
     Attributes:
         name: one of `ACTIVATIONS`.

@@ -162,7 +162,7 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
     if not isinstance(entry, dict) or set(entry) != set(known):
         return [f"an entry has {', '.join(known)}"]
     kernel, gpu, use, sizes = (entry[name] for name in ("kernel", "gpu", "use", "class"))
-    if kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in KERNELS:
         return [f"kernel {kernel!r} is not one of {', '.join(KERNELS)}"]
     reasons = []
     if not (isinstance(gpu, str) and gpu):
@@ -171,8 +171,9 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
         gpu in ("any", "interpreter") or (gpu.startswith("sm_") and gpu != "sm_90")
     ):
         reasons.append(f"gpu={gpu!r} does not run this kernel, sm_90 does")
-    if entry["bits"] not in ((16,) if kernel.endswith("_hopper") else (16, 32)):
-        reasons.append(f"bits={entry['bits']!r} has no such kernel")
+    bits = entry["bits"]
+    if not _within(bits, 16, 32) or bits not in ((16,) if kernel.endswith("_hopper") else (16, 32)):
+        reasons.append(f"bits={bits!r} has no such kernel")
     if sizes is not None and not (
         isinstance(sizes, list)
         and len(sizes) == 2
@@ -186,7 +187,7 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
         reasons += KERNELS[kernel](**use).reasons(kernel, str(gpu))
     if reasons:
         return reasons
-    key = Key(kernel, gpu, entry["bits"], sizes and tuple(sizes))
+    key = Key(kernel, gpu, bits, sizes and tuple(sizes))
     return key, KERNELS[kernel](**use)
 
 
@@ -204,7 +205,7 @@ def load(path: Path) -> Table:
         raise ValueError(
             f"kernel table {path}: not a table that moeblaze_megatron.tune has written"
         )
-    if content.get("format") != FORMAT:
+    if not _within(content.get("format"), FORMAT, FORMAT):
         raise ValueError(f"kernel table {path}: format={content.get('format')!r} is not {FORMAT}")
     table, reasons = {}, []
     for number, entry in enumerate(content["configurations"]):
