@@ -1,9 +1,9 @@
-"""The checks of ep_worker.py over NCCL, a GPU for each rank: one job for each number of ranks."""
+"""The checks of ep_worker.py over NCCL, a GPU for each rank: jobs of each number of ranks."""
 
 import pytest
 import torch
 from ep_worker import CHECKS, CPU_ONLY, on_cuda
-from test_expert_parallel import in_one_job
+from test_expert_parallel import in_jobs
 
 from moeblaze_megatron.processes import NO_MULTICAST
 
@@ -14,7 +14,7 @@ WORLDS = (2, 4, 8)
 def outcomes(request, plain_env, tmp_path_factory):
     pytest.importorskip("megatron.core")
     env = plain_env | NO_MULTICAST
-    return in_one_job(test_over_nccl, request.session, tmp_path_factory, env, cpu=False)
+    return in_jobs(test_over_nccl, request.session, tmp_path_factory, env, cpu=False)
 
 
 def needs(world):
