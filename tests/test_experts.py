@@ -445,8 +445,16 @@ BAD = {
     "fc1_bias has shape": dict(fc1_bias=torch.zeros(4, 32)),
     "fc2_bias has shape": dict(fc2_bias=torch.zeros(5, 32)),
     "fc2_bias is torch.bfloat16, but": dict(fc2_bias=torch.zeros(4, 32).bfloat16()),
-    "clamp must be above 0": dict(activation=Activation("swiglu", clamp=0.0)),
-    "offset must be finite": dict(activation=Activation("swiglu", offset=float("nan"))),
+    "clamp=0.0, .*clamp must be a finite": dict(activation=Activation("swiglu", clamp=0.0)),
+    "clamp='7', .*clamp must be a finite": dict(activation=Activation("swiglu", clamp="7")),
+    "clamp=True, .*clamp must be a finite": dict(activation=Activation("swiglu", clamp=True)),
+    "clamp=tensor.*clamp must be a finite": dict(
+        activation=Activation("swiglu", clamp=torch.tensor(7.0))
+    ),
+    "offset=nan.*offset must be a finite": dict(
+        activation=Activation("swiglu", offset=float("nan"))
+    ),
+    "offset=None.*offset must be a finite": dict(activation=Activation("swiglu", offset=None)),
     "clamp and offset go with": dict(
         activation=Activation("silu", offset=1.0), fc1_weight=torch.zeros(4, 32, 32)
     ),
