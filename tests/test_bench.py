@@ -229,6 +229,8 @@ def test_command_line_names_what_is_wrong(plain_env):
         (["scaling", "64,32,16,4,2"], "E is at least 4*K"),
         (["expert_parallel"], "expert_parallel runs on several ranks: torchrun"),
         (["weak_scaling", "--ranks", "2"], "--ranks takes two or more numbers"),
+        (["weak_scaling", "--ranks", "0", "1"], "each 1 or more; got [0, 1]"),
+        (["layer", "8,8,8,4,2", "--json", "/missing/x.json"], "there is no folder /missing"),
         (["weak_scaling", "9,8,8,6,2", "--ranks", "1", "4"], "6 experts do not divide by 4 ranks"),
     ):
         command = [sys.executable, "-m", "moeblaze_megatron.bench", *words]

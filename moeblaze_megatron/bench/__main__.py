@@ -421,6 +421,8 @@ def settle(arguments) -> None:
     table.use(None)
     if arguments.steps < 10 or arguments.sets < 1:
         raise ValueError("--steps is at least 10 and --sets at least 1")
+    if arguments.json and not arguments.json.parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     if getattr(arguments, "plot", None) and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     texts = [arguments.shapes] if isinstance(arguments.shapes, str) else arguments.shapes
