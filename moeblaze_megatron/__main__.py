@@ -3,6 +3,7 @@
 torchrun [...] -m moeblaze_megatron [SCRIPT.py] [Megatron's flags]
 """
 
+import argparse
 import difflib
 import functools
 import importlib.util
@@ -11,6 +12,7 @@ import pathlib
 import re
 import runpy
 import sys
+from typing import NoReturn
 
 from moeblaze_megatron.version import __version__
 
@@ -63,7 +65,7 @@ examples:
 PACKAGES = ("megatron.core", "megatron.training", "yaml", "six", "psutil")
 
 
-def main():
+def main() -> None:
     """Prepare Megatron and run the script named in sys.argv, or the package's own."""
     arguments = sys.argv[1:]
     script = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
@@ -130,7 +132,7 @@ def main():
         torch.distributed.destroy_process_group()
 
 
-def check_script(path):
+def check_script(path: str) -> None:
     """Exit where the file at `path` is not Python."""
     with open(path, "rb") as file:
         source = file.read()
@@ -143,16 +145,16 @@ def check_script(path):
         )
 
 
-def report(*lines):
+def report(*lines: str) -> None:
     """Print `lines` on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(*lines, sep="\n", flush=True)
 
 
-def missing_packages():
+def missing_packages() -> list[str]:
     """Those of PACKAGES that cannot be imported here."""
 
-    def is_missing(name):
+    def is_missing(name: str) -> bool:
         try:
             return importlib.util.find_spec(name) is None
         except ModuleNotFoundError:  # its parent package is missing
@@ -161,7 +163,7 @@ def missing_packages():
     return [name for name in PACKAGES if is_missing(name)]
 
 
-def check_packages():
+def check_packages() -> None:
     """Exit naming every package that a pretraining run imports and that is not there."""
     if missing := missing_packages():
         sys.exit(
@@ -171,7 +173,7 @@ def check_packages():
         )
 
 
-def check_own_script():
+def check_own_script() -> None:
     """Exit where this Megatron is too old for the package's own pretraining script."""
     import megatron.core
     from megatron.training import argument_utils
@@ -184,7 +186,7 @@ def check_own_script():
         )
 
 
-def versions():
+def versions() -> str:
     """What runs, and from where: a checkout and a wheel of Megatron can mix silently."""
     import megatron.core
     import megatron.training
@@ -206,7 +208,7 @@ def versions():
     return "\n".join(lines)
 
 
-def repair_compile_helpers():
+def repair_compile_helpers() -> None:
     """Let the wheel of megatron-core start: it ships the compiled helpers but no Makefile for them.
 
     Seen at 0.17 to 0.19: every training run calls `make` in that folder and exits where it fails.
@@ -219,7 +221,7 @@ def repair_compile_helpers():
         utils.compile_helpers = lambda: None
 
 
-def repair_usage():
+def repair_usage() -> None:
     """Make Megatron's parser print its help, and name a wrong flag and its nearest known ones.
 
     Help strings of 0.19 hold a bare %, on which argparse fails, and any error is answered with more
@@ -230,13 +232,13 @@ def repair_usage():
     add_megatron_arguments = arguments.add_megatron_arguments
 
     @functools.wraps(add_megatron_arguments)
-    def add_arguments(parser):
+    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_megatron_arguments(parser)
         for action in parser._actions:
             if action.help:
                 action.help = re.sub(r"(%%|%\(\w+\)\w)|%", lambda m: m[1] or "%%", action.help)
 
-        def error(message):
+        def error(message: str) -> NoReturn:
             known = list(parser._option_string_actions)
             wrong = message.partition("unrecognized arguments:")[2].split()
             for flag in (word.split("=")[0] for word in wrong if word.startswith("--")):

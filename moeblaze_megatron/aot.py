@@ -31,12 +31,12 @@ from moeblaze_megatron.ops import experts, kernels, launch, table
 from moeblaze_megatron.ops.activation import ACTIVATIONS, Activation
 
 T, H, F, E, K = 32768, 2048, 768, 128, 8  # Qwen3-30B-A3B
-# Shared memory a program may use, in bytes (CUDA C++ programming guide, compute capabilities).
 BIASED = (  # gpt-oss, and halves clamped, and without a gate
     Activation("quick_geglu", clamp=7.0, offset=1.0),
     Activation("swiglu", clamp=7.0),
     "silu",
 )
+# Shared memory a program may use, in bytes (CUDA C++ programming guide, compute capabilities).
 MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 

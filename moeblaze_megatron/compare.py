@@ -11,10 +11,8 @@ the output folder and is not run again.
 import argparse
 import importlib.util
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from pathlib import Path
 import torch
 
 from moeblaze_megatron import estimate, quickstart
+from moeblaze_megatron.processes import ITERATION, Failed, launcher_command, train
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 
 # Flags that compare sets itself, or that would let the runs meet, and what to do about them.
@@ -32,21 +31,8 @@ OWN_FLAGS = {
     "--exit-duration-in-mins": "the runs would stop at different iterations",
 }
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
+RUNS = ("baseline", "other", "noise")  # the last with the next seed
 TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from the second on
-
-
-class Failed(RuntimeError):
-    """A training process that did not end well.
-
-    Attributes:
-        output: all it printed.
-    """
-
-    def __init__(self, output: str, log: Path):
-        self.output = output
-        own = output.partition("failed (exitcode")[0]  # what torchrun says of it follows
-        tail = "".join(own.splitlines(keepends=True)[-30:])
-        super().__init__(f"{tail}\ntraining failed; whole log: {log}")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,6 +60,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--processes", type=int, default=1, metavar="N", help="processes, one for each GPU"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=RUNS,
+        metavar="RUN",
+        help=f"train one of {', '.join(RUNS)} and report nothing, so that runs can be jobs of "
+        "their own; may be repeated; the same command without it reports",
     )
     parser.add_argument(
         "--iters", type=int, default=60, metavar="N", help="without flags of yours (default: 60)"
@@ -109,6 +103,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("leave out " + "; ".join(wrong))
     if arguments.processes < 1:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
+    if arguments.find_max_batch and arguments.only:
+        parser.error("--only names runs to compare; --find-max-batch has none")
     if arguments.batch_step < 1:
         parser.error(f"--batch-step must be 1 or more, got {arguments.batch_step}")
     if arguments.out.exists() and not arguments.out.is_dir():
@@ -154,31 +150,8 @@ def run(training: list[str], processes: int, folder: Path, show: Callable[[str],
     """Train in a fresh process, recording into the new `folder`; raises Failed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [*quickstart.launcher_command(processes), *training]
-    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-    env |= quickstart.NO_MULTICAST | os.environ | {"MOEBLAZE_RECORD": str(folder.resolve())}
-    lines, log = [], folder / "train.log"
-    with (
-        open(log, "w") as file,
-        subprocess.Popen(
-            command,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        try:
-            for line in process.stdout:
-                file.write(line)
-                lines.append(line)
-                show(line)
-        except KeyboardInterrupt:
-            process.wait()  # torchrun has had the same signal
-            raise
-    if process.returncode:
-        raise Failed("".join(lines), log)
+    command = [*launcher_command(processes), *training]
+    train(command, folder / "train.log", show, {"MOEBLAZE_RECORD": str(folder.resolve())})
 
 
 def progress(name: str, iters: int) -> Callable[[str], None]:
@@ -187,7 +160,7 @@ def progress(name: str, iters: int) -> Callable[[str], None]:
 
     def show(line: str) -> None:
         nonlocal shown
-        if found := quickstart.ITERATION.search(line):
+        if found := ITERATION.search(line):
             shown += 1
             if (shown - 1) % (max(1, iters // 10) if iters else 10) == 0:
                 print(
@@ -360,7 +333,9 @@ def compare(arguments: argparse.Namespace) -> None:
         f"{baseline}, seed {seed + 1}": (baseline, seed + 1),
     }
     report = {"names": list(runs), "dispatchers": [baseline, other], "runs": {}}
-    for name, (dispatcher, number) in runs.items():
+    for which, (name, (dispatcher, number)) in zip(RUNS, runs.items(), strict=True):
+        if arguments.only and which not in arguments.only:
+            continue
         folder = out / f"{dispatcher}-seed{number}"
         # Behind the flags given, so that these values hold.
         own = ["--moe-token-dispatcher-type", dispatcher, "--seed", str(number)]
@@ -373,6 +348,11 @@ def compare(arguments: argparse.Namespace) -> None:
             (folder / "finished.json").write_text(json.dumps(command))
         estimated = (estimate.totals(command, arguments.processes) or {}).get(dispatcher)
         report["runs"][name] = read(folder) | {"estimated_bytes": estimated}
+    if len(report["runs"]) < len(runs):
+        print(
+            f"no report yet: the same command without --only, once {', '.join(runs)} are finished"
+        )
+        return
     report["differences"] = differences(report)
     report["versions"] = report["runs"][baseline].pop("versions")
     report["cpu"] = report["versions"]["device"] == "CPU"

@@ -4,8 +4,6 @@ Prints the versions found beside those needed and tested, whether the kernels co
 (without one, for the architectures asked for, ahead of time), whether a small layer computes what
 a plain loop over experts does and, on a GPU, how fast one is. Ends with advice. The exit code is 1
 where something would fail, else 0.
-
-T tokens, K experts per token, E experts, H hidden size, F ffn hidden size of one expert.
 """
 
 import argparse
@@ -13,26 +11,29 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 from packaging.version import Version
 
-from moeblaze_megatron import IndexLists, aot, index_lists_from_topk, moeblaze_experts, patch
+from moeblaze_megatron import aot, moeblaze_experts, patch
 from moeblaze_megatron.__main__ import missing_packages
+from moeblaze_megatron.bench.shapes import DEVICE, SHAPES, Shape, inputs_for
 from moeblaze_megatron.mcore.install import TESTED_VERSIONS
 from moeblaze_megatron.ops import table
+from moeblaze_megatron.ops.reference import moe_reference
 from moeblaze_megatron.version import __version__
 
 NEEDED = {"torch": "2.10", "triton": "3.6"}
 TESTED = {"torch": "2.11", "triton": "3.6"}
 OPTIONAL = {"transformer-engine": "transformer_engine", "apex": "apex"}
-SMALL = (256, 64, 32, 8, 2)  # T, H, F, E, K
-LARGE = (16384, 2048, 768, 128, 8)  # Qwen3-30B-A3B's layer
+SMALL = Shape(256, 64, 32, 8, 2)
+LARGE = replace(SHAPES["qwen3-30b"], T=16384)
 
 
 class Finding(NamedTuple):
@@ -146,61 +147,24 @@ def compiles(arch: int, most_shared: int) -> Finding:
     )
 
 
-def inputs(
-    sizes: tuple[int, ...], dtype: torch.dtype, device: str
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """[x, fc1_weight, fc2_weight, topk_probs] and topk_indices [T, K]."""
-    T, H, ffn, E, K = sizes
-    generator = torch.Generator(device).manual_seed(1234)
-
-    def normal(*shape: int, scale: float) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
-
-    scores = torch.rand(T, E, generator=generator, device=device)
-    topk_probs, topk_indices = scores.softmax(-1).topk(K)
-    tensors = [normal(T, H, scale=1), normal(E, 2 * ffn, H, scale=H**-0.5)]
-    tensors += [normal(E, H, ffn, scale=ffn**-0.5), topk_probs]
-    return tensors, topk_indices.int()
-
-
-def loop(
-    x: torch.Tensor,
-    fc1_weight: torch.Tensor,
-    fc2_weight: torch.Tensor,
-    topk_probs: torch.Tensor,
-    topk_indices: torch.Tensor,
-) -> torch.Tensor:
-    """What `moeblaze_experts` computes, expert by expert, in the dtype of its inputs."""
-    output = torch.zeros_like(x)
-    for e, (w1, w2) in enumerate(zip(fc1_weight, fc2_weight, strict=True)):
-        tokens, k = (topk_indices == e).nonzero(as_tuple=True)
-        gate, up = (x[tokens] @ w1.t()).chunk(2, -1)
-        act = (F.silu(gate) * up * topk_probs[tokens, k, None]).to(x.dtype)
-        output = output.index_add(0, tokens, act @ w2.t())
-    return output
-
-
 def computes() -> Finding:
     """Output and gradients of a small layer, no further from fp64 than twice what the loop is."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    about = "correctness"
-    tensors, topk_indices = inputs(SMALL, dtype, device)
-    lists = index_lists_from_topk(topk_indices, SMALL[3])
-    grad_output = torch.randn_like(tensors[0])
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    about, inputs = "correctness", inputs_for(SMALL, dtype)
 
     def results(function: Callable, cast: torch.dtype | None = None) -> list[torch.Tensor]:
-        leaves = [t.detach().to(cast or t.dtype).requires_grad_() for t in tensors]
+        leaves = [t.detach().to(cast or t.dtype).requires_grad_() for t in inputs.leaves]
         output = function(*leaves)
-        return [output, *torch.autograd.grad(output, leaves, grad_output.to(output.dtype))]
+        grad_output = inputs.grad_output.to(output.dtype)
+        return [output, *torch.autograd.grad(output, leaves, grad_output)]
 
     def ours(
         x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_probs: torch.Tensor
     ) -> torch.Tensor:
-        return moeblaze_experts(x, w1, w2, topk_probs=topk_probs, index_lists=lists)
+        return moeblaze_experts(x, w1, w2, topk_indices=inputs.topk_indices, topk_probs=topk_probs)
 
     def plain(*leaves: torch.Tensor) -> torch.Tensor:
-        return loop(*leaves, topk_indices)
+        return moe_reference(*leaves[:3], inputs.topk_indices, leaves[3])
 
     names = ("output", "grad_x", "grad_fc1_weight", "grad_fc2_weight", "grad_probs")
     exact = results(plain, torch.float64)
@@ -211,46 +175,29 @@ def computes() -> Finding:
         off, lost = ((t.double() - reference).norm().item() for t in (value, stock))
         if not off <= 2 * lost + reference.norm().item() * torch.finfo(dtype).eps / 2:
             wrong.append(f"{name} off by {off:.2e}, the loop by {lost:.2e}")
-    what = f"{'kernels' if device == 'cuda' else 'eager twins'} in {dtype}".replace("torch.", "")
+    what = f"{'kernels' if DEVICE == 'cuda' else 'eager twins'} in {dtype}".replace("torch.", "")
     if wrong:
         return Finding(about, f"{what}: {'; '.join(wrong)}", "report this, with this output", True)
     return Finding(about, f"{what}: output and gradients as a loop over experts computes them")
 
 
-def milliseconds(step: Callable) -> float:
-    """Median time of `step` on the GPU, after warming up."""
-    for _ in range(3):
-        step()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(10)]
-    for start, end in events:
-        start.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[len(events) // 2]
-
-
 def speed() -> Finding:
-    """Forward and backward of a layer, beside cuBLAS on a dense GEMM of as many FLOPs."""
-    T, H, ffn, E, K = LARGE
-    tensors, topk_indices = inputs(LARGE, torch.bfloat16, "cuda")
-    lists: IndexLists = index_lists_from_topk(topk_indices, E)
-    leaves = [t.requires_grad_() for t in tensors]
-    grad_output = torch.randn_like(leaves[0])
+    """Forward and backward of a layer, beside cuBLAS on a dense GEMM."""
+    # Not at the top, since it fails with a torch that is older than needed, which is to be named.
+    from moeblaze_megatron.bench.measure import forward_backward, time_calls
+    from moeblaze_megatron.bench.peers import PEERS
 
-    def layer() -> None:
-        output = moeblaze_experts(*leaves[:3], topk_probs=leaves[3], index_lists=lists)
-        torch.autograd.grad(output, leaves, grad_output)
-
-    rows, square = T * K, 8192
-    flops = 3 * 2 * rows * 3 * H * ffn  # forward, dgrad, wgrad of [2F, H] and [H, F]
+    square = 8192
     a = torch.randn(square, square, dtype=torch.bfloat16, device="cuda")
-    ours = flops / milliseconds(layer) / 1e9
-    dense = 2 * square**3 / milliseconds(lambda: a @ a) / 1e9
+    layer, inputs = PEERS["moeblaze"].make(LARGE), inputs_for(LARGE, torch.bfloat16)
+    calls = {"layer": partial(forward_backward, layer, inputs), "dense": lambda: a @ a}
+    ms = {name: times["p50"] for name, times in time_calls(calls, steps=10).items()}
+    ours, dense = 3 * LARGE.forward_flops / ms["layer"] / 1e9, 2 * square**3 / ms["dense"] / 1e9
     return Finding(
         "speed",
-        f"{ours:.0f} TFLOP/s, forward and backward of {T} tokens, hidden size {H}, {E} experts of "
-        f"{ffn}, {K} per token; a dense {square}^3 matmul {dense:.0f} TFLOP/s",
+        f"{ours:.0f} TFLOP/s, forward and backward of {LARGE.T} tokens, hidden size {LARGE.H}, "
+        f"{LARGE.E} experts of {LARGE.F}, {LARGE.K} per token; a dense {square}^3 matmul "
+        f"{dense:.0f} TFLOP/s",
         "for figures beside other layers: python -m moeblaze_megatron.bench",
     )
 

@@ -10,6 +10,8 @@ prediction. What Megatron-LM's own pretrain_gpt.py can do beyond that is refused
 
 import dataclasses
 import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import torch
@@ -51,7 +53,7 @@ UNSUPPORTED = {
 }
 
 
-def check_supported(args):
+def check_supported(args: Namespace) -> None:
     """Raise ValueError naming every flag in `args` that this script cannot honour, or needs."""
     flags = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
     if flags:
@@ -68,7 +70,7 @@ def check_supported(args):
         )
 
 
-def predicts_further_tokens(vp_stage):
+def predicts_further_tokens(vp_stage: int | None) -> bool:
     """Whether this pipeline stage holds multi-token prediction layers."""
     args = get_args()
     return mtp_on_this_rank(
@@ -79,12 +81,14 @@ def predicts_further_tokens(vp_stage):
     )
 
 
-def reads_data(vp_stage):
+def reads_data(vp_stage: int | None) -> bool:
     """Whether this pipeline stage needs tokens or labels."""
     return is_first_or_last_pipeline_stage(vp_stage) or predicts_further_tokens(vp_stage)
 
 
-def get_batch(data_iterator, vp_stage):
+def get_batch(
+    data_iterator: Iterator[dict] | None, vp_stage: int | None
+) -> dict[str, torch.Tensor | None]:
     """The next micro-batch of this rank, {key: [B, S / context parallel size] or None}."""
     args = get_args()
     if not reads_data(vp_stage):
@@ -117,7 +121,7 @@ def get_batch(data_iterator, vp_stage):
 
 
 @lru_cache
-def report_moe_layers(model):
+def report_moe_layers(model: torch.nn.Module) -> None:
     """Print, once for each model, what its MoE layers were built from."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for dispatcher, experts in sorted(
@@ -130,7 +134,9 @@ def report_moe_layers(model):
         print_rank_0("> MoE layers on rank 0: none")
 
 
-def loss_func(loss_mask, losses):
+def loss_func(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses [B, S] that `loss_mask` [B, S] keeps, their number, both to report."""
     loss_mask = loss_mask.view(-1).float()
     loss = (losses.view(-1).float() * loss_mask).sum()
@@ -147,7 +153,9 @@ def loss_func(loss_mask, losses):
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
-def forward_step(data_iterator, model):
+def forward_step(
+    data_iterator: Iterator[dict] | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable]:
     """Run `model` on the next micro-batch; returns its output and the loss function to apply."""
     report_moe_layers(model)
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -161,7 +169,7 @@ def forward_step(data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def dataset_config(args):
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
     """The GPTDatasetConfig that Megatron's `args` describe."""
     fields = {field.name for field in dataclasses.fields(GPTDatasetConfig)}
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -180,11 +188,11 @@ def dataset_config(args):
     )
 
 
-def datasets_provider(num_samples, vp_stage=None):
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> list:
     """The train, validation and test datasets with the given numbers of samples."""
     args = get_args()
 
-    def is_built_on_rank():
+    def is_built_on_rank() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage)
 
     return BlendedMegatronDatasetBuilder(
@@ -198,7 +206,7 @@ def datasets_provider(num_samples, vp_stage=None):
 datasets_provider.is_distributed = True  # called on every rank; is_built_on_rank chooses
 
 
-def get_embedding_ranks(pp_ranks):
+def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """Those of the pipeline ranks `pp_ranks` that hold a copy of the word embeddings."""
     args = get_args()
     ranks = {pp_ranks[0]}
@@ -209,7 +217,7 @@ def get_embedding_ranks(pp_ranks):
     return sorted(ranks)
 
 
-def main():
+def main() -> None:
     """Parse Megatron's command line and pretrain."""
     args = parse_and_validate_args()
     check_supported(args)

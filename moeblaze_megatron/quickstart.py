@@ -10,19 +10,20 @@ Letters: T tokens, H hidden size, F ffn hidden size of one expert.
 """
 
 import argparse
-import os
 import re
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from moeblaze_megatron.processes import ITERATION, Failed, launcher_command, train
+from moeblaze_megatron.record import kept_storages
 
 EOD = 256  # the token after the last byte of a file
 VOCAB_SIZE = 257
@@ -31,9 +32,6 @@ VALID_EVERY = 16
 MIN_BYTES = 2 * PIECE * VALID_EVERY
 MAX_BYTES = 64 << 20
 OUR_FILES = ("data", "checkpoint", "train.log")
-# For processes that share a host, where their environment does not say otherwise: multicast over
-# NVLink is not to be had on every machine, and what is compared should not depend on it.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 MARK = ".moeblaze-quickstart"  # a file in the directories whose OUR_FILES --force may delete
 
 # Megatron's names for the sizes of the model and of a step.
@@ -71,15 +69,11 @@ FLAGS = """
     --lr 2e-3 --lr-decay-style constant --override-opt-param-scheduler
     --clip-grad 1.0 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 8 --log-interval 1
 """.split()
-ITERATION = re.compile(
-    r"iteration +(?P<iteration>\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): (?P<ms>[\d.]+)"
-    r".* lm loss: (?P<loss>\S+) .* grad norm: (?P<grad_norm>\S+)"
-)
 VALIDATION = re.compile(r"validation loss at iteration \d+ on validation.* lm loss value: (\S+)")
 MOE_LAYERS = re.compile(r"> MoE layers on rank 0: (.*)")
 
 
-def parse_arguments(argv=None):
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m moeblaze_megatron.quickstart",
         description="Pretrain a small mixture-of-experts GPT on text with Megatron-Core.",
@@ -130,13 +124,13 @@ def parse_arguments(argv=None):
     return arguments
 
 
-def reached(out):
+def reached(out: Path) -> int:
     """The iteration that the checkpoint in `out` has reached, or 0."""
     latest = out / "checkpoint" / "latest_checkpointed_iteration.txt"
     return int(latest.read_text()) if latest.is_file() else 0
 
 
-def prepare_output(out, resume, force):
+def prepare_output(out: Path, resume: bool, force: bool) -> int:
     """Make `out` ready for a run; returns the iteration that its checkpoint has reached, or 0."""
     if resume:
         if not reached(out):
@@ -172,7 +166,7 @@ def prepare_output(out, resume, force):
     return 0
 
 
-def default_text():
+def default_text() -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of the standard library's reference documentation and sources."""
     from pydoc_data.topics import topics
 
@@ -181,7 +175,7 @@ def default_text():
         yield str(path), path.read_bytes()
 
 
-def text_of(paths):
+def text_of(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of every text file in `paths`; a file with a zero byte is no text."""
     for path in paths:
         if not path.exists():
@@ -198,7 +192,7 @@ def text_of(paths):
                 yield str(file), content
 
 
-def collect_text(paths):
+def collect_text(paths: list[Path] | None) -> tuple[list[bytes], str]:
     """The texts of `paths`, or of the standard library, up to MAX_BYTES; and a line about them."""
     texts, size = [], 0
     for name, content in text_of(paths) if paths else default_text():
@@ -220,7 +214,7 @@ def collect_text(paths):
     return [content for _, content in texts], f"{size:,} bytes{more} from {where}: {number}"
 
 
-def write_dataset(texts, data):
+def write_dataset(texts: list[bytes], data: Path) -> None:
     """Write the bytes of `texts` as `data`/train and `data`/valid for Megatron."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -240,21 +234,7 @@ def write_dataset(texts, data):
         builder.finalize(str(data / f"{name}.idx"))
 
 
-def torchrun_command(processes):
-    """torchrun with `processes` on this machine, up to where `-m` and a module follow."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    return [*torchrun, "--master-addr", "127.0.0.1", "--master-port", str(port)]
-
-
-def launcher_command(processes=1):
-    """The launcher under torchrun, up to where the script and its flags follow."""
-    return [*torchrun_command(processes), "-m", "moeblaze_megatron"]
-
-
-def training_flags(sizes, data, last):
+def training_flags(sizes: dict[str, int], data: Path, last: int) -> list[str]:
     """Megatron's flags that train a model of `sizes` on the dataset `data` to iteration `last`."""
     settings = {
         **sizes,
@@ -271,7 +251,9 @@ def training_flags(sizes, data, last):
     return [*flags, *(["--bf16"] if torch.cuda.is_available() else []), *TOKENS, *FLAGS]
 
 
-def training_command(sizes, out, dispatcher, done, iters):
+def training_command(
+    sizes: dict[str, int], out: Path, dispatcher: str, done: int, iters: int
+) -> list[str]:
     """The torchrun command that trains from iteration `done` for `iters` more."""
     last, checkpoint = done + iters, out / "checkpoint"
     return [
@@ -283,52 +265,26 @@ def training_command(sizes, out, dispatcher, done, iters):
     ]
 
 
-def train(command, log_path, iters):
-    """Run `command`, show its loss, keep its output in `log_path`; returns what it printed."""
-    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-    lines, shown = [], 0
-    with (
-        open(log_path, "a") as log,
-        subprocess.Popen(
-            command,
-            env=env | os.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        print(*command, file=log, flush=True)
-        try:
-            for line in process.stdout:
-                log.write(line)
-                lines.append(line)
-                if found := ITERATION.search(line):
-                    if shown % max(1, min(iters // 20, 100)) == 0 or shown == iters - 1:
-                        print(
-                            f"iteration {found['iteration']:>6}  "
-                            f"lm loss {float(found['loss']):.4f}  "
-                            f"grad norm {found['grad_norm']}  {float(found['ms']):.0f} ms",
-                            flush=True,
-                        )
-                    shown += 1
-        except KeyboardInterrupt:
-            process.wait()  # torchrun has had the same signal
-            raise
-    if process.returncode:
-        sys.exit(
-            "".join(lines[-40:])
-            + f"quickstart: training failed (exit {process.returncode}); whole log: {log_path}"
-        )
-    return "".join(lines)
+def shown_losses(iters: int) -> Callable[[str], None]:
+    """Shows about twenty of the `iters` iterations that Megatron logs, but a hundredth at least."""
+    seen = 0
+
+    def show(line: str) -> None:
+        nonlocal seen
+        if found := ITERATION.search(line):
+            if seen % max(1, min(iters // 20, 100)) == 0 or seen == iters - 1:
+                print(
+                    f"iteration {found['iteration']:>6}  lm loss {float(found['loss']):.4f}  "
+                    f"grad norm {found['grad_norm']}  {float(found['ms']):.0f} ms",
+                    flush=True,
+                )
+            seen += 1
+
+    return show
 
 
-def saved_bytes_per_token(sizes, dispatcher):
-    """Bytes per token that one MoE layer keeps for its backward pass, and what it is built from.
-
-    Every tensor that autograd saves while the layer runs forward is counted once, by its storage;
-    parameters are not. The input of the layer is: every layer keeps it for its router.
-    """
+def saved_bytes_per_token(sizes: dict[str, int], dispatcher: str) -> tuple[float, str]:
+    """Bytes per token that one MoE layer keeps for its backward pass, and what it is built from."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import TransformerConfig
 
@@ -358,27 +314,15 @@ def saved_bytes_per_token(sizes, dispatcher):
         device="cuda" if cuda else "cpu",
         requires_grad=True,
     )
-    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    # What is saved does not depend on compiling Megatron's fusions, which takes its time.
-    with (
-        torch.compiler.set_stance("force_eager"),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
+    # What is kept does not depend on compiling Megatron's fusions, which takes its time.
+    with torch.compiler.set_stance("force_eager"), kept_storages(layer) as kept:
         output, _ = layer(hidden_states)
-    del output  # alive until here, and with it everything saved
+    del output  # alive until here, and with it everything kept
     built = f"{type(layer.token_dispatcher).__name__} and {type(layer.experts).__name__}"
-    return sum(saved.values()) / T, built
+    return sum(kept.values()) / T, built
 
 
-def prepare_megatron():
+def prepare_megatron() -> None:
     """Teach this process's Megatron the new value and start it on one rank."""
     from moeblaze_megatron.mcore.cpu_mode import install_cpu_mode
 
@@ -399,7 +343,7 @@ def prepare_megatron():
     model_parallel_cuda_manual_seed(1234)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     """Tokenise, train, measure, sum up."""
     arguments = parse_arguments(argv)
     texts, description = (None, None) if arguments.resume else collect_text(arguments.text)
@@ -424,7 +368,9 @@ def main(argv=None):
     )
     command = training_command(sizes, out, arguments.dispatcher, done, iters)
     try:
-        log = train(command, out / "train.log", iters)
+        log = train(command, out / "train.log", shown_losses(iters))
+    except Failed as failure:
+        sys.exit(f"quickstart: {failure}")
     except KeyboardInterrupt:
         saved = reached(out)
         how = f"--resume trains on from iteration {saved}" if saved else "--force starts again"

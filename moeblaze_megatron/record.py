@@ -12,7 +12,8 @@ import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,25 @@ from moeblaze_megatron.version import __version__
 PHASES = ("route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 # Steps 2 to this one are those whose phases are timed; speed is taken from later ones.
 TIMED_UNTIL = 6
+
+
+@contextmanager
+def kept_storages(layer: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """{address: bytes} of what autograd keeps, of a forward pass inside, until backward.
+
+    Every storage once, `layer`'s parameters not; its input, which it keeps for its router, is.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
 
 
 class Recorder:
@@ -86,29 +106,17 @@ class Recorder:
         return result
 
     def call_layer(self, layer: torch.nn.Module, function: Callable, *args: Any, **kwargs: Any):
-        """Runs an MoE layer forward; counts, once, what autograd keeps of it until backward.
-
-        Every storage once, parameters not; the layer's input, which it keeps for its router, is.
-        """
+        """Runs an MoE layer forward; counts, once, what autograd keeps of it until backward."""
         if self.held is not None or not torch.is_grad_enabled() or not layer.training:
             return function(layer, *args, **kwargs)
-        parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        saved = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with kept_storages(layer) as kept:
             output = function(layer, *args, **kwargs)
         self.layer = {
             "dispatcher": type(layer.token_dispatcher).__name__,
             "experts": type(layer.experts).__name__,
         }
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        self.held = sum(saved.values()) / (hidden_states.numel() / hidden_states.shape[-1])
+        self.held = sum(kept.values()) / (hidden_states.numel() / hidden_states.shape[-1])
         return output
 
     def finish(self) -> None:

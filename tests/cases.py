@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeblaze_megatron import Activation
+from moeblaze_megatron import Activation, moeblaze_experts
 from moeblaze_megatron.ops.reference import moe_reference
 
 
@@ -112,6 +112,23 @@ def operands(case: Case, device: str, dtype: torch.dtype, seed: int = 0) -> dict
         if clamp:  # both sides of it, and so far that no rounding crosses it
             tensors["fc1_bias"] = tensors["fc1_bias"].round().clamp(-1, 1) * 2 * clamp
     return tensors
+
+
+def layer_of(topk_indices: torch.Tensor, activation: str | Activation = "swiglu", **options):
+    """`moeblaze_experts` with this routing, for `run`."""
+
+    def layer(x, fc1_weight, fc2_weight, topk_probs, **biases):
+        return moeblaze_experts(
+            x, fc1_weight, fc2_weight, topk_indices=topk_indices, topk_probs=topk_probs,
+            activation=activation, **biases, **options,
+        )  # fmt: skip
+
+    return layer
+
+
+def leaves_of(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """x and both weights, to take gradients."""
+    return [tensors[name].requires_grad_() for name in ("x", "fc1_weight", "fc2_weight")]
 
 
 def run(layer, tensors: dict, topk_probs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -71,8 +71,15 @@ def in_megatron_on_gpu(test: Callable) -> Callable:
 
 
 def config(dispatcher: str = "moeblaze", **fields: Any) -> Any:
-    """A TransformerConfig of small sizes: 8 experts, top 2, SwiGLU, fp32."""
+    """A TransformerConfig of small sizes: 8 experts, top 2, SwiGLU, fp32.
+
+    An activation that is Megatron's own is given by its name.
+    """
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    named = {function.__name__: function for function in (squared_relu, quick_gelu)}
 
     defaults = {
         "num_layers": 1,
@@ -88,7 +95,9 @@ def config(dispatcher: str = "moeblaze", **fields: Any) -> Any:
         "activation_func": torch.nn.functional.silu,
         "use_cpu_initialization": True,
     }
-    return TransformerConfig(**{**defaults, **fields})
+    fields = {**defaults, **fields}
+    activation = fields["activation_func"]
+    return TransformerConfig(**fields | {"activation_func": named.get(activation, activation)})
 
 
 def seed(value: int = 1234) -> None:

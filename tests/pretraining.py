@@ -7,13 +7,14 @@ loss and gradient norm of every iteration, all digits of them, to the file named
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from moeblaze_megatron.processes import launcher_command
 
 TINY = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4
@@ -26,6 +27,12 @@ TINY = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 99,1,0 --num-workers 0
     --log-interval 1 --eval-interval 1000 --eval-iters 0
 """.split()
+# Biases in attention and experts, and a clamp, which SequentialMLP, fused, does before the bias.
+GPT_OSS = [
+    *(flag for flag in TINY if flag not in ("--swiglu", "--disable-bias-linear")),
+    *("--quick-geglu", "--glu-linear-offset", "1.0", "--activation-func-clamp-value", "0.3"),
+    *("--no-bias-gelu-fusion", "--expert-model-parallel-size", "2"),
+]
 
 
 needs_megatron_on_cpu = pytest.mark.skipif(
@@ -52,24 +59,19 @@ def launch(*arguments, env, processes=0, cpu=True, timeout=300):
 
     `processes` > 0 runs it under torchrun, 0 without; `cpu` hides the GPU from it.
     """
-    command = [sys.executable, "-m"]
-    if processes:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        command += ["torch.distributed.run", "--nproc-per-node", str(processes)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
+    alone = [sys.executable, "-m", "moeblaze_megatron"]
+    command = launcher_command(processes) if processes else alone
     env = env | {"CUDA_VISIBLE_DEVICES": ""} if cpu else env
-    return run(*command, "moeblaze_megatron", *arguments, env=env, timeout=timeout)
+    return run(*command, *arguments, env=env, timeout=timeout)
 
 
-def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
+def train(tmp_path, dispatcher, *flags, iters, env, processes=1, model=TINY):
     """Train the tiny model on the CPU; returns its output and [{iteration, loss, grad_norm}]."""
     record = tmp_path / "record.jsonl"
     record.unlink(missing_ok=True)
     code, output = launch(
         __file__,
-        *TINY,
+        *model,
         *("--moe-token-dispatcher-type", dispatcher, "--train-iters", iters),
         *flags,
         env=env | {"RECORD": str(record)},
@@ -77,6 +79,12 @@ def train(tmp_path, dispatcher, *flags, iters, env, processes=1):
     )
     assert code == 0, output[-6000:]
     return output, [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def largest_difference(ours, theirs, key):
+    """Largest relative difference of `key` over the iterations that both have."""
+    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
+    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 def example(script, *arguments, env):

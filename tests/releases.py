@@ -7,6 +7,7 @@ core_r0.18.0 of a clone of Megatron-LM, from which "main" comes too; or it is th
 checkout. Each goes in front of the installed megatron-core. What is tried on it:
 
     the refusals, the layer beside Megatron's own dispatchers, checkpoints, the patch
+    biases with expert parallelism and TP
     checkouts: an unmodified pretrain_gpt.py, which wheels lack, beside alltoall, with 1 and 2 ranks
 """
 
@@ -28,6 +29,8 @@ TESTS = (
     "tests/test_mcore_layer.py",
     "tests/test_mcore_patch.py",
     "tests/test_settings.py",
+    "tests/test_expert_parallel.py::test_on_all_ranks[layer_agrees[gpt-oss-tp1-ep2-etp1-of2]]",
+    "tests/test_expert_parallel.py::test_on_all_ranks[megatron_sums_biases_over_tp[tp2-ep2-etp1-of4]]",
     "tests/test_pretrain.py::test_unmodified_checkout_trains_as_alltoall_does",
 )
 # Imported by the training loop of 0.16 and 0.17.

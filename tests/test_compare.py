@@ -42,6 +42,8 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
         (["--"], "nothing follows --"),
         (["--train-iters", "20", "--"], "unrecognized arguments: --train-iters; flags of Megatron"),
         (["--batch-step", "0"], "--batch-step must be 1 or more, got 0"),
+        (["--only", "moeblaze"], "invalid choice: 'moeblaze'"),
+        (["--only", "noise", "--find-max-batch"], "--only names runs to compare"),
         (["--processes", "0"], "--processes must be 1 or more, got 0"),
     ],
 )
@@ -122,9 +124,17 @@ def test_runs_are_compared_and_resumed(plain_env, tmp_path):
     command = [sys.executable, "-m", "moeblaze_megatron.compare", "--out", tmp_path]
     command += ["--processes", 2, "--", *TINY, "--expert-model-parallel-size", 2]
     env = plain_env | {"CUDA_VISIBLE_DEVICES": ""}
+    only = [*command[:3], "--only", "other", *command[3:]]
+    code, output = run(*only, "--train-iters", 10, env=env)
+    assert code == 0 and "no report yet" in output, output[-6000:]
+    assert [path.name for path in tmp_path.iterdir()] == ["moeblaze-seed1234"]
     code, output = run(*command, "--train-iters", 10, env=env)
     assert code == 0, output[-6000:]
-    assert "within the noise" in output and "moeblaze / alltoall" in output
+    assert (
+        "moeblaze: finished before" in output
+        and "within the noise" in output
+        and "moeblaze / alltoall" in output
+    )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["names"] == ["alltoall", "moeblaze", "alltoall, seed 1235"]
     stock, ours, noise = (report["runs"][name] for name in report["names"])

@@ -6,14 +6,15 @@ were selected, and each is a test here.
 
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from ep_worker import CHECKS
-from pretraining import needs_megatron_on_cpu, train
+from pretraining import largest_difference, needs_megatron_on_cpu, run, train
+
+from moeblaze_megatron.processes import torchrun_command
 
 pytestmark = needs_megatron_on_cpu
 
@@ -24,18 +25,8 @@ def torchrun(processes, script, *arguments, env, timeout, cpu=True):
     """Run a script under torchrun; returns (exit code, output). `cpu` hides the GPU from it."""
     path = [str(TESTS.parent), str(TESTS), *(entry for entry in sys.path if entry)]
     env = env | {"PYTHONPATH": ":".join(path)} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(processes), str(script), *map(str, arguments)),
-        ],
-        env=env | {"PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    return result.returncode, result.stdout
+    env |= {"TORCHDYNAMO_DISABLE": "1"}
+    return run(*torchrun_command(processes), script, *arguments, env=env, timeout=timeout)
 
 
 def run_checks(names, processes, results, env, cpu):
@@ -45,7 +36,7 @@ def run_checks(names, processes, results, env, cpu):
     """
     outcomes = {}
     while names:
-        results.unlink(missing_ok=True)
+        results.write_text("")
         code, output = torchrun(
             processes,
             TESTS / "ep_worker.py",
@@ -102,11 +93,6 @@ def outcomes(request, plain_env, tmp_path_factory):
 def test_on_all_ranks(name, outcomes):
     failure = outcomes(name)
     assert failure is None, f"{name}, here because: {CHECKS[name].why}\n{failure}"
-
-
-def largest_difference(ours, theirs, key):
-    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
-    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 PRETRAINING = {

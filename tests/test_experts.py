@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from cases import (
     assert_as_close_as_torch,
     captured,
     expected,
+    layer_of,
+    leaves_of,
     operands,
     routing,
     run,
@@ -39,14 +42,7 @@ def copied_wgrads():
 def check(case, device, dtype, **options):
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
-
-    def layer(x, fc1_weight, fc2_weight, p, **biases):
-        return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p,
-            activation=case.activation, **biases, **options,
-        )  # fmt: skip
-
-    got = run(layer, tensors, probs)
+    got = run(layer_of(ids, case.activation, **options), tensors, probs)
     exact = expected(case, tensors, ids, probs, torch.float64)
     assert_as_close_as_torch(got, expected(case, tensors, ids, probs, dtype), exact)
     counts = torch.bincount(ids[ids >= 0].long(), minlength=case.E)
@@ -95,14 +91,7 @@ def test_eager_gradients_are_those_of_autograd(case, monkeypatch):
     monkeypatch.setattr(experts, "kernels_for", lambda tensor: reference)
     ids, probs = routing(case, "cpu")
     tensors = operands(case, "cpu", torch.float64)
-
-    def layer(x, fc1_weight, fc2_weight, p, **biases):
-        return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=case.activation,
-            **biases,
-        )  # fmt: skip
-
-    got = run(layer, tensors, probs.double())
+    got = run(layer_of(ids, case.activation), tensors, probs.double())
     for name, want in expected(case, tensors, ids, probs, torch.float64).items():
         torch.testing.assert_close(got[name], want, rtol=1e-12, atol=1e-12)
 
@@ -209,7 +198,7 @@ def test_recompute_fc1(device, bias, nan_filled):
 
     ids, probs = routing(case, device)
     t = operands(case, device, torch.bfloat16)
-    args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(t)
     biases = {name: t[name] for name in t if name.endswith("bias")}
     given, saved = {a.data_ptr() for a in (*args, *biases.values(), probs)}, []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):
@@ -224,7 +213,7 @@ def test_inference_saves_nothing(device, monkeypatch):
     case = Case(30, 32, 32, 4, 2, "inference")
     ids, probs = routing(case, device)
     t = operands(case, device, torch.float32)
-    args = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(t)
     ops = experts.kernels_for(t["x"])
     saves, fc1 = [], ops.fc1
     monkeypatch.setattr(ops, "fc1", lambda *a, **k: (saves.append(a[5]), fc1(*a, **k))[1])
@@ -259,18 +248,11 @@ def test_one_bias_alone_and_the_rest_frozen(device, name, nan_filled):
     args = (t["x"], t["fc1_weight"], t["fc2_weight"])
     other = {"fc1_bias": "fc2_bias", "fc2_bias": "fc1_bias"}[name]
     t[other].zero_()
-    both = check_biases(t, ids, probs)
+    both = run(layer_of(ids), t, probs)
     leaf = t[name].requires_grad_()
     out = moeblaze_experts(*args, topk_indices=ids, topk_probs=probs, **{name: leaf})
     out.backward(t["grad_output"])
     assert torch.equal(out, both["output"]) and torch.equal(leaf.grad, both[f"grad_{name}"])
-
-
-def check_biases(tensors, ids, probs):
-    def layer(*operands, **biases):
-        return moeblaze_experts(*operands[:3], topk_indices=ids, topk_probs=operands[3], **biases)
-
-    return run(layer, tensors, probs)
 
 
 def test_probabilities_see_the_bias_of_fc2(device):
@@ -375,7 +357,7 @@ def test_operands_off_16_bytes(device):
     for name, tensor in t.items():
         buffer = torch.empty(tensor.numel() + 1, device=device)
         t[name] = buffer[1:].view(tensor.shape).copy_(tensor)
-    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(t)
     main_grads(t, 0.0)
     out = moeblaze_experts(
         *leaves, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
@@ -395,12 +377,7 @@ def test_checkpoint_and_non_contiguous_weights(device, use_reentrant):
     t = operands(case, device, torch.float32)
     t["fc1_weight"] = t["fc1_weight"].mT.contiguous().mT
 
-    def layer(x, w1, w2, p):
-        def inner(x, w1, w2, p):
-            return moeblaze_experts(x, w1, w2, topk_indices=ids, topk_probs=p)
-
-        return checkpoint(inner, x, w1, w2, p, use_reentrant=use_reentrant)
-
+    layer = partial(checkpoint, layer_of(ids), use_reentrant=use_reentrant)
     got, want = run(layer, t, probs), check(case, device, torch.float32)
     for name in want:
         assert torch.equal(got[name], want[name]), name
@@ -461,6 +438,12 @@ def test_two_forwards_before_one_backward(device):
         assert torch.equal(x.grad, y.grad)
 
 
+class Wrapper(torch.Tensor):
+    """What torch takes for a wrapper around other tensors, as DTensor is one."""
+
+    __tensor_flatten__ = __tensor_unflatten__ = None
+
+
 BAD = {
     "fc1_weight has shape": dict(fc1_weight=torch.zeros(4, 32, 32)),
     "fc2_weight is torch.bfloat16": dict(fc2_weight=torch.zeros(4, 32, 32).bfloat16()),
@@ -491,6 +474,7 @@ BAD = {
     ),
     "x is a list, not a tensor": dict(x=[[0.0] * 32] * 8),
     "topk_probs is a float, not a tensor": dict(topk_probs=0.5),
+    "x is a Wrapper; give the tensor inside": dict(x=torch.zeros(8, 32).as_subclass(Wrapper)),
     "x is torch.sparse_coo": dict(x=torch.zeros(8, 32).to_sparse()),
     "F=0": dict(fc1_weight=torch.zeros(4, 0, 32), fc2_weight=torch.zeros(4, 32, 0)),
     "topk=2 goes with routing_map": dict(topk=2),
@@ -545,6 +529,20 @@ def test_main_grad_must_be_contiguous(device):
         moeblaze_experts(*args, **options)
     with torch.no_grad():  # no gradient to accumulate: Megatron's evaluation without its DDP
         moeblaze_experts(*args, **options)
+
+
+def test_main_grad_must_be_where_the_weight_is(device):
+    """Kernels take its address as it is."""
+    case = Case(30, 32, 32, 4, 2, "main_grad elsewhere")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    main_grads(t, 0.0)
+    t["fc1_weight"].main_grad = t["fc1_weight"].main_grad.to("meta")
+    args = [t[n] for n in ("x", "fc1_weight", "fc2_weight")]
+    with pytest.raises(ValueError, match=r"fc1_weight\.main_grad is on meta, but x is on"):
+        moeblaze_experts(
+            *args, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
+        )
 
 
 def test_all_reasons_at_once():
@@ -636,7 +634,7 @@ def test_repeats_bitwise_while_the_gpu_is_busy(F):
     case = Case(8192, 1024, F, 32, 4, "repeats")
     ids, probs = routing(case, "cuda")
     t = operands(case, "cuda", torch.bfloat16)
-    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(t)
     leaves.append(probs.requires_grad_())
     other = torch.randn(1024, 1024, device="cuda")
 
@@ -715,7 +713,7 @@ def test_cuda_graph_replays_with_other_routing():
     """Forward and backward captured once: nothing waits for the device or depends on R."""
     case = Case(2000, 256, 128, 8, 2, "captured", dropped=0.1)
     t = operands(case, "cuda", torch.bfloat16)
-    leaves = [t[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(t)
     ids, probs = routing(case, "cuda")
 
     def step():
@@ -729,6 +727,44 @@ def test_cuda_graph_replays_with_other_routing():
         graph.replay()
         for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_on_another_gpu_than_the_current_one():
+    case = LARGE[0]
+    want = check(case, "cuda:0", torch.bfloat16)
+    assert torch.cuda.current_device() == 0
+    got = check(case, "cuda:1", torch.bfloat16)
+    routing_map = torch.ones(5, 4, dtype=torch.bool, device="cuda:1")
+    lists = index_lists_from_routing_map(routing_map, 4)
+    assert lists.token_index_map.tolist() == torch.arange(20).view(4, 5).T.tolist()
+    assert torch.cuda.current_device() == 0
+    for name in want:
+        assert torch.equal(got[name].to("cuda:0"), want[name]), name
+
+
+def test_torch_compile_leaves_the_host_code_alone(device):
+    """One graph before and one after each call, none of its inside."""
+    case = Case(30, 32, 32, 4, 2, "compiled")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def layer(x, ids, probs):
+        lists = index_lists_from_topk(ids + 0, case.E)
+        routing_map = probs > -1
+        other = index_lists_from_routing_map(routing_map, case.K)
+        weights = t["fc1_weight"], t["fc2_weight"]
+        out = moeblaze_experts(x * 1, *weights, topk_probs=probs, index_lists=lists)
+        return out + other.tokens_per_expert[0]
+
+    got = torch.compile(layer, backend=backend)(t["x"], ids, probs)
+    assert torch.equal(got, layer(t["x"], ids, probs)) and len(graphs) == 4
 
 
 @pytest.mark.gpu

@@ -8,7 +8,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import GPT_OSS, LARGE, Case, captured, expected, operands, routing, run
+from cases import (
+    GPT_OSS,
+    LARGE,
+    Case,
+    captured,
+    expected,
+    layer_of,
+    leaves_of,
+    operands,
+    routing,
+    run,
+)
 
 from moeblaze_megatron import IndexLists, index_lists_from_topk, moeblaze_experts
 from moeblaze_megatron.ops import experts, hopper, kernels, reference
@@ -105,16 +116,6 @@ def test_every_code_comes_back(ops, device):
     torch.testing.assert_close(
         again.float(), codes.view(E4M3).float(), rtol=0, atol=0, equal_nan=True
     )
-
-
-def layer_of(ids, activation, **options):
-    def layer(x, fc1_weight, fc2_weight, p, **biases):
-        return moeblaze_experts(
-            x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p, activation=activation,
-            **biases, **options,
-        )  # fmt: skip
-
-    return layer
 
 
 def rounding_fc1(fc1, *args, **kwargs):
@@ -224,7 +225,7 @@ def test_saves_half_and_frees_it(device):
     case = Case(40, 64, 40, 4, 2, "saved bytes")
     ids, probs = routing(case, device)
     tensors = operands(case, device, torch.bfloat16)
-    args = [tensors[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(tensors)
     given, saved = {a.data_ptr() for a in (*args, probs)}, []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: (saved.append(s), s)[1], lambda s: s):
         output = layer_of(ids, case.activation, fp8_store=True)(*args, probs)
@@ -250,7 +251,7 @@ def test_inference_stores_nothing(device):
     case = Case(20, 32, 32, 4, 2, "inference")
     ids, probs = routing(case, device)
     tensors = operands(case, device, torch.float32)
-    args = [tensors[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(tensors)
     with torch.no_grad(), patch.object(experts.kernels_for(args[0]), "quantize", None):
         output = layer_of(ids, case.activation, fp8_store=True)(*args, probs)
     assert torch.equal(output, layer_of(ids, case.activation)(*args, probs))
@@ -299,7 +300,7 @@ def test_holds_half_beneath_the_same_peak(activation):
     case = Case(16384, 512, 1024, 4, 4, "memory", activation=activation)
     ids, probs = routing(case, "cuda")
     tensors = operands(case, "cuda", torch.bfloat16)
-    args = [tensors[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    args = leaves_of(tensors)
     lists = index_lists_from_topk(ids, case.E)
     torch.use_deterministic_algorithms(False)
     held, peak = [], []
@@ -325,7 +326,7 @@ def test_cuda_graph_replays_with_other_routing():
     """Freed and allocated inside the graph's own pool; the host waits for nothing."""
     case = Case(2000, 256, 128, 8, 2, "captured", dropped=0.1)
     tensors = operands(case, "cuda", torch.bfloat16)
-    leaves = [tensors[n].requires_grad_() for n in ("x", "fc1_weight", "fc2_weight")]
+    leaves = leaves_of(tensors)
     ids, probs = routing(case, "cuda")
     torch.use_deterministic_algorithms(False)
 

@@ -46,6 +46,21 @@ def test_only_mcore_and_entry_points_import_megatron():
         assert not upwards, f"{path.relative_to(ROOT)} imports {sorted(upwards)}"
 
 
+# What each layer may import of the package, beside itself.
+BELOW = {"ops": set(), "expert_parallel": {"ops"}, "mcore": {"ops", "expert_parallel"}}
+
+
+@pytest.mark.parametrize("layer", BELOW)
+def test_layers_point_one_way(layer):
+    exported = {"moeblaze_megatron", "moeblaze_megatron.version"}  # the operator, for mcore
+    allowed = {f"moeblaze_megatron.{name}" for name in (layer, *BELOW[layer])}
+    for path in (PACKAGE / layer).rglob("*.py"):
+        used = {name for name in imported_modules(path) if name.startswith("moeblaze_megatron")}
+        wrong = {name for name in used if ".".join(name.split(".")[:2]) not in allowed}
+        wrong -= exported if layer == "mcore" else set()
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
 def test_imports_without_megatron(plain_env):
     """`None` in sys.modules is how Python says that a module cannot be imported."""
     code = (

@@ -97,16 +97,77 @@ kernel[(7,)](a, b, 17, 3, 64, False, num_warps=4)
 kernel[(7,)](a, b, 17, 3, 64, False, num_warps=8)
 assert len(asked) == 4 and len({id(kernel) for kernel, _ in launched}) == 4
 
-hook = lambda metadata: None
-triton.knobs.runtime.launch_enter_hook.add(hook)
-kernel[(7,)](a, b, 16, 3, 64, True, num_warps=4)
-assert len(asked) == 5 and launched[-1][1][7] is triton.knobs.runtime.launch_enter_hook
-triton.knobs.runtime.launch_enter_hook.remove(hook)
-kernel[(7,)](a, b, 16, 3, 64, True, num_warps=4)
-assert len(asked) == 5
-with patch.object(launch, "enabled", False):
+kernel[(7, 2, 3)](a, b, 16, 3, 64, True, num_warps=4)
+assert len(asked) == 4 and launched[-1][1][:3] == (7, 2, 3)
+"""
+
+WATCHED = """
+knobs, seen = triton.knobs, []
+a, b = tensor(torch.float16), described(torch.float16, (16, 64))
+
+def step():
+    asked.clear()
     kernel[(7,)](a, b, 16, 3, 64, True, num_warps=4)
-assert len(asked) == 6
+    return len(asked)
+
+@contextlib.contextmanager
+def added(calls):
+    calls.append(lambda *args, **kwargs: seen.append(args))
+    yield
+    calls.pop()
+
+class Unchanged:  # a hook of the compiler's stages, of Triton 3.6 and, with a key, of later ones
+    def __call__(self, *args):
+        return "key", "hash"
+
+step()
+assert step() == 0
+for change in (
+    added(knobs.runtime.launch_enter_hook.calls),
+    added(knobs.runtime.launch_exit_hook.calls),
+    added(kernel.jitted.pre_run_hooks),
+    patch.object(knobs.runtime, "debug", True),
+    patch.object(knobs.runtime, "add_stages_inspection_hook", Unchanged()),
+    patch.object(knobs.compilation, "instrumentation_mode", "consan"),
+    patch.object(launch, "enabled", False),
+):
+    with change:
+        assert step() == 1, change
+    assert step() == 0, change
+assert len(seen) == 1  # the driver here calls no launch hooks
+"""
+
+OTHER_DEVICE = """
+current = 90
+triton.runtime.driver.active.get_current_device = lambda: current
+triton.runtime.driver.active.get_current_stream = lambda device: device
+a, b = tensor(torch.float16), described(torch.float16, (16, 64))
+for current in (90, 91, 90, 91):
+    kernel[(7,)](a, b, 16, 3, 64, True, num_warps=4)
+(first, _), (second, _), (third, args), (fourth, other) = launched
+assert len(asked) == 2 and first is third and second is fourth and first is not second
+assert args[3] == 90 and other[3] == 91  # the stream
+"""
+
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+
+a, b = tensor(torch.float16), described(torch.float16, (16, 64))
+
+def step(count):
+    kernel[(7,)](a, b, 16, count, 64, count % 2 == 0, num_warps=4)
+    return launch.descriptor(torch.zeros(64, 8 * (1 + count % 4), dtype=torch.float16), (16, 8))
+
+step(3), step(4)
+launched.clear()
+with ThreadPoolExecutor(8) as pool:
+    made = list(pool.map(step, range(400)))
+assert len(launched) == 400 and len({id(compiled) for compiled, _ in launched}) == 2
+for compiled, args in launched:
+    assert compiled.src.constants[(5,)] == args[14] == (args[12] % 2 == 0)
+for count, one in enumerate(made):
+    assert one.base.shape == one.shape == (64, 8 * (1 + count % 4))
+    assert one.strides[0] == one.shape[1]
 """
 
 DESCRIPTORS = """
@@ -123,6 +184,8 @@ for rows in (64, 32, 96):
         assert type(made) is cls and made.base is tensor
         for name, value in vars(want).items():
             assert name == "base" or getattr(made, name) == value, name
+for fields in launch._checked.values():
+    assert not any(torch.is_tensor(value) for value in fields.values()), "memory stays allocated"
 try:
     launch.descriptor(torch.zeros(32, 63, dtype=torch.float16), (32, 64))
 except AssertionError as error:
@@ -154,6 +217,18 @@ def test_a_key_stands_for_one_compiled_kernel(in_a_file):
 
 def test_launches_what_triton_launches(in_a_file):
     in_a_file(LAUNCHES)
+
+
+def test_triton_launches_what_is_watched(in_a_file):
+    in_a_file(WATCHED)
+
+
+def test_each_device_has_its_own_kernel(in_a_file):
+    in_a_file(OTHER_DEVICE)
+
+
+def test_threads_may_launch_at_once(in_a_file):
+    in_a_file(THREADS)
 
 
 def test_descriptors_are_those_of_triton(in_a_file):

@@ -5,9 +5,9 @@ import torch
 from ep_worker import CHECKS, CPU_ONLY, on_cuda
 from test_expert_parallel import in_one_job
 
+from moeblaze_megatron.processes import NO_MULTICAST
+
 WORLDS = (2, 4, 8)
-# Multicast over NVLink is not what is tested, and not to be had on every machine.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -4,17 +4,19 @@ import os
 import re
 
 import pytest
-from pretraining import TINY, example, launch, needs_megatron_on_cpu, train
+from pretraining import (
+    GPT_OSS,
+    TINY,
+    example,
+    largest_difference,
+    launch,
+    needs_megatron_on_cpu,
+    train,
+)
 
 pytestmark = needs_megatron_on_cpu
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-def largest_difference(ours, theirs, key):
-    """Largest relative difference of `key` over the iterations that both have."""
-    assert [row["iteration"] for row in ours] == [row["iteration"] for row in theirs]
-    return max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,18 @@ def test_trains_as_alltoall_does(plain_env, tmp_path, processes, flags, why):
     assert len(ours) == 20 and ours[-1]["loss"] < ours[0]["loss"] - 1
     assert largest_difference(ours, theirs, "loss") < 1e-4
     assert largest_difference(ours, theirs, "grad_norm") < 1e-3
+
+
+@pytest.mark.slow
+def test_gpt_oss_flags_train_as_alltoall_does(plain_env, tmp_path):
+    """With expert parallelism, without which SequentialMLP's biases do not train."""
+    runs = [
+        train(tmp_path, dispatcher, iters=8, env=plain_env, processes=2, model=GPT_OSS)[1]
+        for dispatcher in ("moeblaze", "alltoall")
+    ]
+    assert len(runs[0]) == 8 and runs[0][-1]["loss"] < runs[0][0]["loss"] - 0.5
+    assert largest_difference(*runs, "loss") < 1e-4
+    assert largest_difference(*runs, "grad_norm") < 1e-3
 
 
 @pytest.mark.slow
@@ -119,16 +133,19 @@ def test_cpu_example_trains(plain_env):
 
 
 @pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="needs MEGATRON_LM, a checkout")
-@pytest.mark.parametrize("ranks", [1, 2], ids="EP {}".format)
-def test_unmodified_checkout_trains_as_alltoall_does(plain_env, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "model"),
+    [(1, TINY), (2, [*TINY, "--expert-model-parallel-size", "2"]), (2, GPT_OSS)],
+    ids=["EP 1", "EP 2", "EP 2, gpt-oss"],
+)
+def test_unmodified_checkout_trains_as_alltoall_does(plain_env, ranks, model):
     checkout = os.environ["MEGATRON_LM"]
     losses = {}
     for dispatcher in ("moeblaze", "alltoall"):
         code, output = launch(
             f"{checkout}/pretrain_gpt.py",
-            *TINY,
+            *model,
             *("--moe-token-dispatcher-type", dispatcher, "--train-iters", 10),
-            *("--expert-model-parallel-size", ranks),
             env=plain_env,
             processes=ranks,
         )

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, assert_as_close_as_torch, expected, operands, routing, run
+from cases import Case, assert_as_close_as_torch, expected, layer_of, operands, routing, run
 
-from moeblaze_megatron import moeblaze_experts
 from moeblaze_megatron.aot import MAX_SHARED
 from moeblaze_megatron.ops import hopper, table
 from moeblaze_megatron.ops.table import Copy, Key, Ring, Tile
@@ -104,6 +103,7 @@ BAD = [
     (entry(use={"group": 8}), "use has stages, group, multiply_registers, load_registers"),
     (entry(use=vars(RING) | {"stages": 5}), "stages=5 is not in 2..3"),
     (entry(use=vars(RING) | {"group": 0}), "group=0 is not in 1..256"),
+    (entry(use=vars(RING) | {"group": True}), "group=True is not in 1..256"),
     (entry(use=vars(RING) | {"multiply_registers": 170}), "170/176 are not multiples of 8"),
     (entry(use=vars(RING) | {"load_registers": 184}), "168/184 are more than"),
     (entry("fc1", use=vars(TILE) | {"rows": 64}), "rows=64 is not 128"),
@@ -172,13 +172,9 @@ def numbers(case: Case, device: str, dtype: torch.dtype) -> None:
     """The layer's output and gradients against plain torch."""
     ids, probs = routing(case, device)
     tensors = operands(case, device, dtype)
-
-    def layer(x, fc1_weight, fc2_weight, p):
-        return moeblaze_experts(x, fc1_weight, fc2_weight, topk_indices=ids, topk_probs=p)
-
     exact = expected(case, tensors, ids, probs, torch.float64)
     eager = expected(case, tensors, ids, probs, dtype)
-    assert_as_close_as_torch(run(layer, tensors, probs), eager, exact)
+    assert_as_close_as_torch(run(layer_of(ids), tensors, probs), eager, exact)
 
 
 def layer_sizes(key: Key) -> tuple[int, int]:

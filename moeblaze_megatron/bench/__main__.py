@@ -48,8 +48,6 @@ from moeblaze_megatron.version import __version__
 # What another project's code may end with; such a peer is left out of the table, with the reason.
 FOREIGN = (ImportError, RuntimeError, ValueError, TypeError, AssertionError)
 CPU_FLOPS = 5e9  # of a forward pass: seconds on a CPU
-
-
 RANK = int(os.environ.get("RANK", 0))  # of torchrun; the first does the talking
 
 

@@ -32,7 +32,7 @@ from moeblaze_megatron.bench.measure import (
 )
 from moeblaze_megatron.bench.peers import grouped_gemm
 from moeblaze_megatron.bench.shapes import DEVICE, Shape, choices
-from moeblaze_megatron.quickstart import NO_MULTICAST, torchrun_command
+from moeblaze_megatron.processes import NO_MULTICAST, torchrun_command
 
 STOCK = "alltoall"
 SYSTEMS = ("moeblaze", STOCK)

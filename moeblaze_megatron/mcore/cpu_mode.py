@@ -22,6 +22,7 @@ import logging
 import os
 import sys
 import types
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,7 @@ CPU_ARGUMENTS = (
 _patched = []
 
 
-def install_cpu_mode(training=False):
+def install_cpu_mode(training: bool = False) -> list[str]:
     """Teach torch and megatron.core, and with `training` megatron.training too, to run on a CPU.
 
     Returns the names that are patched, in order; an empty list where a GPU is present. Further
@@ -60,7 +61,7 @@ def install_cpu_mode(training=False):
     return list(_patched)
 
 
-def cpu_arguments(arguments):
+def cpu_arguments(arguments: list[str]) -> list[str]:
     """What Megatron's command line `arguments` lacks for a run in CPU mode, as a list to append.
 
     Exits where a flag is given with a value that a CPU cannot serve.
@@ -83,12 +84,12 @@ def cpu_arguments(arguments):
     ]
 
 
-def _patch(owner, name, value):
+def _patch(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
     _patched.append(f"{owner.__name__}.{name}")
 
 
-def _is_cuda(device):
+def _is_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.startswith("cuda")
@@ -128,7 +129,7 @@ class _Stream:
         return self
 
 
-def _patch_torch():
+def _patch_torch() -> None:
     cuda, stream = torch.cuda, _Stream()
     properties = types.SimpleNamespace(
         name="cpu", major=9, minor=0, total_memory=0, multi_processor_count=1
@@ -149,7 +150,7 @@ def _patch_torch():
     _patched.append("cuda device arguments")
 
 
-def _patch_gloo():
+def _patch_gloo() -> None:
     """Where sizes differ by rank, which gloo refuses: one broadcast, or one reduction, for each."""
     from torch import distributed
 
@@ -180,7 +181,7 @@ def _patch_gloo():
     _patch(distributed, "reduce_scatter", uneven_reduce_scatter)
 
 
-def _patch_megatron_core():
+def _patch_megatron_core() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -203,7 +204,7 @@ def _patch_megatron_core():
         _patch(moe_utils, "te_general_gemm", None)
 
 
-def _patch_megatron_training():
+def _patch_megatron_training() -> None:
     from megatron.training import initialize
 
     name = f"{initialize.__name__}.initialize_megatron(allow_no_cuda=True)"

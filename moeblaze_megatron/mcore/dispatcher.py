@@ -68,6 +68,13 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
     def check_routing(self) -> bool:
         return bool(getattr(self.config, "moeblaze_check_routing", False))
 
+    def shared_experts_wait(self) -> None:
+        """Lets the stream of the shared experts wait for the current one.
+
+        Their own method for it came with 0.18.
+        """
+        self.shared_experts.stream.wait_stream(torch.cuda.current_stream())
+
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +114,7 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
         With every expert whole on this rank there is nothing to send.
         """
         if self.shared_experts is not None:
-            self.shared_experts.wait_current_stream()
+            self.shared_experts_wait()
         x = hidden_states
         if self.groups is not None:
             x, probs, self.index_lists, self.route = dispatch(x, probs, self.pending)
@@ -139,7 +146,7 @@ class MoEBlazeTokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Partial sums [T', H] -> output [T, H]; with nothing sent, nothing comes back."""
         if self.shared_experts is not None:
-            self.shared_experts.wait_current_stream()
+            self.shared_experts_wait()
         output = hidden_states
         if self.groups is not None:
             route, self.route = self.route, None

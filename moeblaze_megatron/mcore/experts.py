@@ -55,10 +55,11 @@ class ExpertLinear(torch.nn.Module):
     Both have the attributes of Megatron's own expert linears. `partition_dim` counts the
     dimensions of this weight, the expert dimension included, since its readers (resharding)
     index the weight's shape with it; the optimizer, clipping and the parameter count read only
-    `tensor_model_parallel` and `allreduce`. The bias, [E, rows of a weight] and zero at first, is
-    partitioned where the weight's rows are. Otherwise it has none of these attributes, nor
-    `sequence_parallel`, which Megatron's RowParallelLinear gives it: for an expert its gradient
-    would be summed over TP a second time.
+    `tensor_model_parallel` and `allreduce`. The bias, [E, rows of a weight] and zero at first,
+    counts as partitioned in fc2 too, since with biases expert TP is 1, and none is a duplicate: up
+    to 0.18 the gradient norm would have those of the first TP rank only. It lacks the
+    `sequence_parallel` that Megatron's RowParallelLinear gives it, by which expert gradients are
+    summed over TP a second time.
     """
 
     def __init__(
@@ -86,8 +87,7 @@ class ExpertLinear(torch.nn.Module):
             self.bias = torch.nn.Parameter(
                 make(shape[:2], device=device, dtype=config.params_dtype)
             )
-            if partition_dim == 1:
-                set_tensor_model_parallel_attributes(self.bias, True, 1, partition_stride)
+            set_tensor_model_parallel_attributes(self.bias, True, 1, partition_stride)
             self.bias.allreduce = self.weight.allreduce
 
     def initialize(self, expert: int) -> None:

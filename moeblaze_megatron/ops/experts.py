@@ -4,21 +4,25 @@ T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R ro
 """
 
 import math
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moeblaze_megatron.ops import kernels, reference
 from moeblaze_megatron.ops.activation import ACTIVATIONS, GATED, Activation
 from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK, IndexLists
 from moeblaze_megatron.ops.memory import layer_bytes, slice_columns
 from moeblaze_megatron.ops.table import Copy, configuration
-from moeblaze_megatron.ops.tiles import interpreting
+from moeblaze_megatron.ops.tiles import cdiv, interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROBS_DTYPES = (*DTYPES, torch.float64)
 ID_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+_eager = torch.compiler.disable(reason="host code and Triton launches, which break the graph")
 
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType:
@@ -26,6 +30,7 @@ def kernels_for(tensor: torch.Tensor) -> ModuleType:
     return kernels if tensor.is_cuda or interpreting() else reference
 
 
+@_eager
 def index_lists_from_topk(
     topk_indices: torch.Tensor,
     num_experts: int,
@@ -60,9 +65,11 @@ def index_lists_from_topk(
     elif topk_indices.dtype is torch.int64:  # so that none wraps into 0..E-1 as int32
         topk_indices = topk_indices.clamp(-1, num_experts)
     topk_indices = topk_indices.to(torch.int32).contiguous()
-    return kernels_for(topk_indices).index_lists(topk_indices, num_experts, max_rows)
+    with torch.cuda.device_of(topk_indices):  # Triton launches on the current GPU
+        return kernels_for(topk_indices).index_lists(topk_indices, num_experts, max_rows)
 
 
+@_eager
 def index_lists_from_routing_map(
     routing_map: torch.Tensor, topk: int, *, check: bool = False
 ) -> IndexLists:
@@ -86,9 +93,9 @@ def index_lists_from_routing_map(
     if check or not routing_map.is_cuda:
         check_experts_per_token(routing_map, topk)
     ops = kernels_for(routing_map)
-    return ops.index_lists(
-        ops.topk_indices_from_routing_map(routing_map, topk), routing_map.shape[1]
-    )
+    with torch.cuda.device_of(routing_map):  # Triton launches on the current GPU
+        topk_indices = ops.topk_indices_from_routing_map(routing_map, topk)
+        return ops.index_lists(topk_indices, routing_map.shape[1])
 
 
 def check_experts_per_token(routing_map: torch.Tensor, topk: int) -> None:
@@ -146,9 +153,8 @@ class _Experts(torch.autograd.Function):
         ctx, x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias, lists, dense, activation, fused,
         workspace_bytes, recompute_fc1, fp8_store, differentiate,
     ):  # fmt: skip
-        x, fc1_weight, fc2_weight, probs = map(_packed, (x, fc1_weight, fc2_weight, probs))
-        fc1_bias, fc2_bias = (
-            bias if bias is None else bias.contiguous() for bias in (fc1_bias, fc2_bias)
+        x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias = map(
+            _packed, (x, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)
         )
         ops = kernels_for(x)
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
@@ -269,7 +275,9 @@ def _fc1(
     return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather, fc1_bias)
 
 
-def _slices(x: torch.Tensor, lists: IndexLists, workspace_bytes: int):
+def _slices(
+    x: torch.Tensor, lists: IndexLists, workspace_bytes: int
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Column ranges of [R, H] that each fit the workspace, and one reused buffer for them."""
     R, H = lists.max_rows, x.shape[1]
     cols = slice_columns(H, R, x.element_size(), workspace_bytes)
@@ -297,7 +305,7 @@ def _gathered(
     copy: Copy,
     width: int,
     workspace_bytes: int,
-):
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Rows of x by token in column slices, or x itself where the kernel had better look them up.
 
     A copy and plain loads are the faster way where the other operand of the weight gradient is
@@ -305,7 +313,7 @@ def _gathered(
     reads that operand again.
     """
     cols = slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
-    slices = -(-x.shape[1] // cols)
+    slices = cdiv(x.shape[1], cols)
     if copy.width is None or width < copy.width or slices > copy.slices:
         yield 0, x
         return
@@ -331,8 +339,10 @@ def _grad_buffer(
     return grad, fused.main_grad.view(weight.shape), True
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
+def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Contiguous and at a 16-byte address, as tensor descriptors need it; a copy if it is not."""
+    if tensor is None:
+        return None
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -372,6 +382,50 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _mismatches(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor
+) -> Iterator[str]:
+    if tuple(tensor.shape) != shape:
+        yield f"{name} has shape {tuple(tensor.shape)}, expected {shape}"
+    if tensor.device != x.device:
+        yield f"{name} is on {tensor.device}, but x is on {x.device}"
+
+
+def _routing_reasons(
+    x, E, probs, routing_map, topk, topk_indices, topk_probs, lists
+) -> Iterator[str]:
+    """What does not fit in the routing, in one of its three forms."""
+    T = x.shape[0]
+    given = tuple(
+        value is not None for value in (probs, routing_map, topk_indices, topk_probs, lists)
+    )
+    if given == (True, True, False, False, False):
+        yield from _mismatches("probs", probs, (T, E), x)
+        yield from _mismatches("routing_map", routing_map, (T, E), x)
+    elif given == (False, False, True, True, False):
+        K = topk_indices.shape[1] if topk_indices.dim() == 2 else "K"
+        yield from _mismatches("topk_indices", topk_indices, (T, K), x)
+        yield from _mismatches("topk_probs", topk_probs, tuple(topk_indices.shape), x)
+    elif given in ((True, False, False, False, True), (False, False, False, True, True)):
+        if topk_probs is None:
+            yield from _mismatches("probs", probs, (T, E), x)
+        else:
+            yield from _mismatches("topk_probs", topk_probs, (T, lists.topk), x)
+        yield from _mismatches("index_lists", lists.token_index_map, (T, lists.topk), x)
+        if lists.num_experts != E:
+            yield f"index_lists has {lists.num_experts} experts, the weights {E}"
+    else:
+        yield (
+            "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
+            "or index_lists with probs or topk_probs"
+        )
+    if topk is not None and routing_map is None:
+        yield f"topk={topk!r} goes with routing_map only"
+    for name, value in (("probs", probs), ("topk_probs", topk_probs)):
+        if value is not None and value.dtype not in PROBS_DTYPES:
+            yield f"{name} is {value.dtype}; use fp32, fp64, bf16 or fp16"
+
+
 def _check_arguments(
     x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, probs, routing_map, topk, topk_indices,
     topk_probs, lists, activation, fusion, workspace_bytes, recompute_fc1, fp8_store,
@@ -390,6 +444,10 @@ def _check_arguments(
             reasons.append(
                 f"{name} is {value.layout} on {value.device}; give a dense tensor on a GPU or CPU"
             )
+        elif is_traceable_wrapper_subclass(value):  # has no address for a kernel
+            reasons.append(
+                f"{name} is a {type(value).__name__}; give the tensor inside (DTensor.to_local())"
+            )
     if lists is not None and not isinstance(lists, IndexLists):
         reasons.append(f"index_lists is {_described(lists)}, not an IndexLists")
     if reasons:
@@ -404,16 +462,10 @@ def _check_arguments(
     activation = Activation.of(activation)
     if activation.name not in ACTIVATIONS:
         raise ValueError(f"activation={activation.name!r} is not one of {', '.join(ACTIVATIONS)}")
-    (T, H), (E, _, ffn) = x.shape, fc2_weight.shape
+    H, (E, _, ffn) = x.shape[1], fc2_weight.shape
     width = 2 * ffn if activation.gated else ffn
     autocast = torch.is_autocast_enabled(x.device.type)
     dtypes = PROBS_DTYPES if kernels_for(x) is reference else DTYPES
-
-    def expect(name, tensor, shape):
-        if tuple(tensor.shape) != shape:
-            reasons.append(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if tensor.device != x.device:
-            reasons.append(f"{name} is on {tensor.device}, but x is on {x.device}")
 
     if not (H and ffn):
         reasons.append(f"H={H} and F={ffn} must be 1 or more")
@@ -425,12 +477,12 @@ def _check_arguments(
         reasons.append(f"{activation}: offset must be a finite number")
     if not activation.gated and (activation.clamp is not None or activation.offset):
         reasons.append(f"{activation}: clamp and offset go with {', '.join(GATED)}")
-    expect("fc1_weight", fc1_weight, (E, width, H))
-    expect("fc2_weight", fc2_weight, (E, H, ffn))
+    reasons += _mismatches("fc1_weight", fc1_weight, (E, width, H), x)
+    reasons += _mismatches("fc2_weight", fc2_weight, (E, H, ffn), x)
     weights = {"fc1_weight": fc1_weight, "fc2_weight": fc2_weight}
     biases = {name: tensors[name] for name in ("fc1_bias", "fc2_bias") if name in tensors}
     for name, bias in biases.items():
-        expect(name, bias, (E, width if name == "fc1_bias" else H))
+        reasons += _mismatches(name, bias, (E, width if name == "fc1_bias" else H), x)
     for name, weight in (weights | biases).items():
         if not autocast and weight.dtype != x.dtype:
             reasons.append(f"{name} is {weight.dtype}, but x is {x.dtype}")
@@ -441,39 +493,15 @@ def _check_arguments(
             grad = getattr(weight, "main_grad", None)
             if grad is None:
                 reasons.append(f"gradient_accumulation_fusion=True, but {name} has no main_grad")
+            elif grad.device != x.device:
+                reasons.append(f"{name}.main_grad is on {grad.device}, but x is on {x.device}")
             elif grad.numel() != weight.numel() or not grad.is_contiguous():
                 reasons.append(
                     f"{name}.main_grad is {tuple(grad.shape)} with strides {grad.stride()}; "
                     f"gradient_accumulation_fusion adds to a contiguous {tuple(weight.shape)}"
                 )
 
-    given = (probs is not None, routing_map is not None, topk_indices is not None,
-             topk_probs is not None, lists is not None)  # fmt: skip
-    if given == (True, True, False, False, False):
-        expect("probs", probs, (T, E))
-        expect("routing_map", routing_map, (T, E))
-    elif given == (False, False, True, True, False):
-        K = topk_indices.shape[1] if topk_indices.dim() == 2 else "K"
-        expect("topk_indices", topk_indices, (T, K))
-        expect("topk_probs", topk_probs, tuple(topk_indices.shape))
-    elif given in ((True, False, False, False, True), (False, False, False, True, True)):
-        if topk_probs is None:
-            expect("probs", probs, (T, E))
-        else:
-            expect("topk_probs", topk_probs, (T, lists.topk))
-        expect("index_lists", lists.token_index_map, (T, lists.topk))
-        if lists.num_experts != E:
-            reasons.append(f"index_lists has {lists.num_experts} experts, the weights {E}")
-    else:
-        reasons.append(
-            "give the routing in one form: probs and routing_map, topk_indices and topk_probs, "
-            "or index_lists with probs or topk_probs"
-        )
-    if topk is not None and routing_map is None:
-        reasons.append(f"topk={topk!r} goes with routing_map only")
-    for name in ("probs", "topk_probs"):
-        if name in tensors and tensors[name].dtype not in PROBS_DTYPES:
-            reasons.append(f"{name} is {tensors[name].dtype}; use fp32, fp64, bf16 or fp16")
+    reasons += _routing_reasons(x, E, probs, routing_map, topk, topk_indices, topk_probs, lists)
     if (
         fusion
         and kernels_for(x) is kernels
@@ -495,7 +523,7 @@ def _check_arguments(
         raise ValueError("moeblaze_experts: " + "; ".join(reasons))
 
 
-@torch.compiler.disable(reason="host code and Triton launches, which break the graph")
+@_eager
 def moeblaze_experts(
     x: torch.Tensor,
     fc1_weight: torch.Tensor,
@@ -577,15 +605,12 @@ def moeblaze_experts(
     differentiable = (
         x, fc1_weight, fc2_weight, probs if dense else topk_probs, fc1_bias, fc2_bias
     )  # fmt: skip
-    output = _Experts.apply(
-        *differentiable,
-        lists,
-        dense,
-        Activation.of(activation),
-        fused,
-        workspace_bytes,
-        recompute_fc1,
-        fp8_store,
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable),
+    differentiate = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in differentiable
     )
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU; backward runs on it too
+        output = _Experts.apply(
+            *differentiable, lists, dense, Activation.of(activation), fused, workspace_bytes,
+            recompute_fc1, fp8_store, differentiate,
+        )  # fmt: skip
     return output if output.shape[1] == H else output[:, :H]

@@ -1,8 +1,9 @@
 """GEMMs over routed rows: rows gathered by index on the way in, no permuted copy of the tokens.
 
-T tokens, E experts, H hidden size, F ffn hidden size, R routed rows. M, N are the rows and columns
-of a weight gradient. Weights are read through tensor descriptors of rank 3 or 4, so that a tile
-never reads another expert's weights; rows of x are read through pointers.
+T tokens, E experts, H hidden size, F ffn hidden size, R routed rows; N columns and D depth of a row
+times a weight; M rows and N columns of a weight gradient. Weights are read through tensor
+descriptors of rank 3 or 4, so that a tile never reads another expert's weights; rows of x are read
+through pointers.
 """
 
 import torch
@@ -46,12 +47,12 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load_gathered(ptrs, depth, k0, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_R, BLOCK_K] of the gathered rows from column k0 on, zeros past SIZE."""
-    if SIZE % BLOCK_K == 0:
-        tile = tl.load(ptrs + k0)
+def _load_gathered(ptrs, depth, d0, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_R, BLOCK_D] of the gathered rows from column d0 on, zeros past SIZE."""
+    if SIZE % BLOCK_D == 0:
+        tile = tl.load(ptrs + d0)
     else:
-        tile = tl.load(ptrs + k0, mask=(k0 + depth)[None, :] < SIZE, other=0.0)
+        tile = tl.load(ptrs + d0, mask=(d0 + depth)[None, :] < SIZE, other=0.0)
     return tile
 
 
@@ -72,7 +73,6 @@ def _fc1_kernel(
     H: tl.constexpr,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
     SAVE: tl.constexpr,
     GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,6 +82,8 @@ def _fc1_kernel(
     GROUP: tl.constexpr,
 ):
     """act = prob * f(x W^T + b). x = 3, W = 2, prob = 0.5, squared_relu -> fc1_output 6, act 18"""
+    GATED: tl.constexpr = ACTIVATION.gated
+    WIDTH: tl.constexpr = 2 * F if GATED else F
     tile, col = _tile_of_program(num_tiles, tl.cdiv(F, BLOCK_F), GROUP)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
@@ -108,7 +110,6 @@ def _fc1_kernel(
     inside = in_expert[:, None] & (f < F)[None, :]
     row = rows.to(tl.int64)[:, None]
     dtype = act_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = 2 * F if GATED else F
     if fc1_bias_ptr is not None:
         bias_ptrs = fc1_bias_ptr + expert.to(tl.int64) * WIDTH + f
         gate += tl.load(bias_ptrs, mask=f < F, other=0.0).to(tl.float32)[None, :]
@@ -145,52 +146,51 @@ def fc1(
     Returns:
         fc1_output [R, 2F] or [R, F] (None unless `save`) and act [R, F], in x's dtype.
     """
-    gated = activation.gated
     E, width, H = fc1_weight.shape
-    F = width // 2 if gated else width
+    F = width // 2 if activation.gated else width
     fc1_output = x.new_empty(lists.max_rows, width) if save else None
     act = x.new_empty(lists.max_rows, F)
-    if lists.num_tiles and hopper.fits_fc1(x, F):
+    if not lists.num_tiles:
+        return fc1_output, act
+    if hopper.fits_fc1(x, F):
         hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather, bias)
         return fc1_output, act
     tile = configuration("fc1", x, F, H).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
-    if lists.num_tiles:
-        _fc1_kernel[(lists.num_tiles * cdiv(F, tile.cols),)](
-            x,
-            descriptor(weight, (1, 1, tile.cols, tile.depth)),
-            bias,
-            permuted_probs,
-            fc1_output,
-            act,
-            lists.expert_token_indices,
-            lists.expert_token_offsets,
-            lists.tile_expert,
-            lists.tile_row_start,
-            lists.num_tiles,
-            H,
-            F,
-            activation,
-            gated,
-            save,
-            gather,
-            input_precision(),
-            tile.rows,
-            tile.cols,
-            tile.depth,
-            tile.group,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    _fc1_kernel[(lists.num_tiles * cdiv(F, tile.cols),)](
+        x,
+        descriptor(weight, (1, 1, tile.cols, tile.depth)),
+        bias,
+        permuted_probs,
+        fc1_output,
+        act,
+        lists.expert_token_indices,
+        lists.expert_token_offsets,
+        lists.tile_expert,
+        lists.tile_row_start,
+        lists.num_tiles,
+        H,
+        F,
+        activation,
+        save,
+        gather,
+        input_precision(),
+        tile.rows,
+        tile.cols,
+        tile.depth,
+        tile.group,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return fc1_output, act
 
 
 @direct
 @triton.jit(do_not_specialize=["num_tiles"])
 def _rows_kernel(
-    a_ptr,  # [T, K] when GATHER, else unused
-    a_desc,  # [R, K] unless GATHER
-    weight_desc,  # [E, N, K] when N_FIRST, else [E, K, N]
+    a_ptr,  # [T, D] when GATHER, else unused
+    a_desc,  # [R, D] unless GATHER
+    weight_desc,  # [E, N, D] when N_FIRST, else [E, D, N]
     out_ptr,  # [R, cols], columns n_start .. n_start + cols of the product
     out_desc,  # [R, cols]
     expert_token_indices_ptr,  # [R]
@@ -200,13 +200,13 @@ def _rows_kernel(
     num_tiles,
     n_start,
     cols,
-    K: tl.constexpr,
+    D: tl.constexpr,
     GATHER: tl.constexpr,
     N_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]"""
@@ -216,21 +216,21 @@ def _rows_kernel(
         return
     row_start = tl.load(tile_row_start_ptr + tile)
     rows, in_expert = _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R)
-    depth = tl.arange(0, BLOCK_K)
+    depth = tl.arange(0, BLOCK_D)
     if GATHER:
         token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0).to(tl.int64)
-        a_ptrs = a_ptr + token[:, None] * K + depth[None, :]
+        a_ptrs = a_ptr + token[:, None] * D + depth[None, :]
     n0 = col * BLOCK_N
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
+    for d0 in range(0, D, BLOCK_D):
         if GATHER:
-            a = _load_gathered(a_ptrs, depth, k0, K, BLOCK_K)
+            a = _load_gathered(a_ptrs, depth, d0, D, BLOCK_D)
         else:
-            a = a_desc.load([row_start, k0])
+            a = a_desc.load([row_start, d0])
         if N_FIRST:
-            w = weight_desc.load([expert, n_start + n0, k0]).reshape(BLOCK_N, BLOCK_K).T
+            w = weight_desc.load([expert, n_start + n0, d0]).reshape(BLOCK_N, BLOCK_D).T
         else:
-            w = weight_desc.load([expert, k0, n_start + n0]).reshape(BLOCK_K, BLOCK_N)
+            w = weight_desc.load([expert, d0, n_start + n0]).reshape(BLOCK_D, BLOCK_N)
         acc = _dot(a, w, acc, PRECISION)
     out = acc.to(out_ptr.dtype.element_ty)
     if tl.sum(in_expert.to(tl.int32)) == BLOCK_R:
@@ -253,41 +253,42 @@ def rows_gemm(
     """Columns n_start .. n_start + cols of every row times its expert's weight.
 
     Args:
-        a: [T, K] when `gather` (rows are looked up by token), else [R, K].
-        weight: [E, N, K] when `transposed` (a W^T, a forward linear), else [E, K, N] (a W).
+        a: [T, D] when `gather` (rows are looked up by token), else [R, D].
+        weight: [E, N, D] when `transposed` (a W^T, a forward linear), else [E, D, N] (a W).
         out: [R, cols], written for the rows in use.
     """
-    K, cols = a.shape[1], out.shape[1]
-    if lists.num_tiles and hopper.fits_rows(a):
+    D, cols = a.shape[1], out.shape[1]
+    if not lists.num_tiles:
+        return out
+    if hopper.fits_rows(a):
         hopper.rows_gemm(a, weight, lists, out, n_start, gather, transposed)
         return out
-    tile = configuration("rows", a, cols, K).fit(cols=cols, depth=K)
+    tile = configuration("rows", a, cols, D).fit(cols=cols, depth=D)
     block = [tile.cols, tile.depth] if transposed else [tile.depth, tile.cols]
-    if lists.num_tiles:
-        _rows_kernel[(lists.num_tiles * cdiv(cols, tile.cols),)](
-            a,
-            None if gather else descriptor(a, (tile.rows, tile.depth)),
-            descriptor(weight, (1, *block)),
-            out,
-            descriptor(out, (tile.rows, tile.cols)),
-            lists.expert_token_indices,
-            lists.expert_token_offsets,
-            lists.tile_expert,
-            lists.tile_row_start,
-            lists.num_tiles,
-            n_start,
-            cols,
-            K,
-            gather,
-            transposed,
-            input_precision(),
-            tile.rows,
-            tile.cols,
-            tile.depth,
-            tile.group,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    _rows_kernel[(lists.num_tiles * cdiv(cols, tile.cols),)](
+        a,
+        None if gather else descriptor(a, (tile.rows, tile.depth)),
+        descriptor(weight, (1, *block)),
+        out,
+        descriptor(out, (tile.rows, tile.cols)),
+        lists.expert_token_indices,
+        lists.expert_token_offsets,
+        lists.tile_expert,
+        lists.tile_row_start,
+        lists.num_tiles,
+        n_start,
+        cols,
+        D,
+        gather,
+        transposed,
+        input_precision(),
+        tile.rows,
+        tile.cols,
+        tile.depth,
+        tile.group,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return out
 
 

@@ -280,26 +280,6 @@ def _factor(up, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _activate(gate, up, ACTIVATION: gl.constexpr):
-    """f(gate) * up when gated, else f(gate), as `activation.activate`."""
-    NAME: gl.constexpr = ACTIVATION.name
-    gate = _clamped_gate(gate, ACTIVATION)
-    if NAME == "swiglu" or NAME == "silu":
-        y = gate * _approximate("rcp", 1.0 + _approximate("ex2", gate * -1.4426950408889634))
-    elif NAME == "quick_geglu":
-        y = gate * _approximate("rcp", 1.0 + _approximate("ex2", gate * -2.4554669595930155))
-    elif NAME == "geglu" or NAME == "gelu":
-        y = gate * (0.5 * (1.0 + gl.erf(gate * 0.7071067811865476)))
-    else:
-        gl.static_assert(NAME == "squared_relu")
-        r = gl.where(gate <= 0, 0.0, gate)  # NaN stays NaN
-        y = r * r
-    if ACTIVATION.gated:
-        y = y * _factor(up, ACTIVATION)
-    return y
-
-
-@gluon.jit
 def _value_and_slope(v, ACTIVATION: gl.constexpr):
     """f(v) and f'(v), as `activation._value_and_slope`."""
     NAME: gl.constexpr = ACTIVATION.name
@@ -316,6 +296,15 @@ def _value_and_slope(v, ACTIVATION: gl.constexpr):
         gl.static_assert(NAME == "squared_relu")
         r = gl.where(v <= 0, 0.0, v)  # NaN stays NaN
         return r * r, 2.0 * r
+
+
+@gluon.jit
+def _activate(gate, up, ACTIVATION: gl.constexpr):
+    """f(gate) * up when gated, else f(gate), as `activation.activate`."""
+    y, _ = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+    if ACTIVATION.gated:
+        y = y * _factor(up, ACTIVATION)
+    return y
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from moeblaze_megatron.ops.launch import direct
 from moeblaze_megatron.ops.tiles import BLOCK_R, cdiv
 
-ENTRIES = 128  # (token, k) pairs ranked together by one program
+CHUNK = 128  # (token, k) pairs ranked together by one program
 SCAN = 1024  # histogram entries scanned at once
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -116,27 +116,27 @@ def topk_indices_from_routing_map(routing_map: torch.Tensor, topk: int) -> torch
 
 
 @triton.jit
-def _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES: tl.constexpr):
+def _load_chunk(topk_indices_ptr, chunk, pairs, E, CHUNK: tl.constexpr):
     """One chunk of (token, k) pairs: their expert ids; an id outside 0..E-1 counts as -1."""
-    entry = chunk * ENTRIES + tl.arange(0, ENTRIES)
-    expert = tl.load(topk_indices_ptr + entry, mask=entry < num_entries, other=-1)
-    return entry, tl.where((expert >= 0) & (expert < E), expert, -1)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(topk_indices_ptr + pair, mask=pair < pairs, other=-1)
+    return pair, tl.where((expert >= 0) & (expert < E), expert, -1)
 
 
 @direct
-@triton.jit(do_not_specialize=["num_entries", "num_chunks"])
+@triton.jit(do_not_specialize=["pairs", "num_chunks"])
 def _histogram_kernel(
     topk_indices_ptr,  # [T*K] int32
     chunk_base_ptr,  # [E, num_chunks] int32
-    num_entries,
+    pairs,
     num_chunks,
     E,
-    ENTRIES: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Rows of each expert in one chunk. ids = [2, 0, 2], E = 3 -> [1, 0, 2]"""
     chunk = tl.program_id(0)
-    _, expert = _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES)
+    _, expert = _load_chunk(topk_indices_ptr, chunk, pairs, E, CHUNK)
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)
         count = tl.sum((e[:, None] == expert[None, :]).to(tl.int32), 1)
@@ -198,31 +198,31 @@ def _tiles_kernel(
 
 
 @direct
-@triton.jit(do_not_specialize=["num_entries", "num_chunks"])
+@triton.jit(do_not_specialize=["pairs", "num_chunks"])
 def _place_kernel(
     topk_indices_ptr,  # [T*K] int32
     chunk_base_ptr,  # [E, num_chunks] int32
     expert_token_offsets_ptr,  # [E+1] int32
     expert_token_indices_ptr,  # [R_max] int32
     token_index_map_ptr,  # [T*K] int32
-    num_entries,
+    pairs,
     num_chunks,
     E,
     K: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Row of each pair: offset + earlier pairs of its expert. ids = [2, 0, 2] -> [1, 0, 2]"""
     chunk = tl.program_id(0)
-    entry, expert = _load_entries(topk_indices_ptr, chunk, num_entries, E, ENTRIES)
-    i = tl.arange(0, ENTRIES)
+    pair, expert = _load_chunk(topk_indices_ptr, chunk, pairs, E, CHUNK)
+    i = tl.arange(0, CHUNK)
     earlier = (expert[:, None] == expert[None, :]) & (i[:, None] > i[None, :])
     rank = tl.sum(earlier.to(tl.int32), 1)
     placed = expert >= 0
     safe = tl.where(placed, expert, 0)
     base = tl.load(chunk_base_ptr + safe.to(tl.int64) * num_chunks + chunk)
     row = tl.load(expert_token_offsets_ptr + safe) + base + rank
-    tl.store(token_index_map_ptr + entry, tl.where(placed, row, -1), mask=entry < num_entries)
-    tl.store(expert_token_indices_ptr + row, entry // K, mask=placed)
+    tl.store(token_index_map_ptr + pair, tl.where(placed, row, -1), mask=pair < pairs)
+    tl.store(expert_token_indices_ptr + row, pair // K, mask=placed)
 
 
 def index_lists(
@@ -242,7 +242,7 @@ def index_lists(
     T, K = topk_indices.shape
     E, pairs = num_experts, topk_indices.numel()
     bound = pairs if max_rows is None else max_rows
-    num_chunks = cdiv(pairs, ENTRIES)
+    num_chunks = cdiv(pairs, CHUNK)
     num_tiles = max_tiles(bound, E)
 
     def empty(*shape):
@@ -261,7 +261,7 @@ def index_lists(
     BLOCK_E = triton.next_power_of_2(E)
     if pairs:
         _histogram_kernel[(num_chunks,)](
-            topk_indices, chunk_base, pairs, num_chunks, E, ENTRIES, min(64, BLOCK_E)
+            topk_indices, chunk_base, pairs, num_chunks, E, CHUNK, min(64, BLOCK_E)
         )
     _scan_kernel[(E,)](
         chunk_base,
@@ -291,30 +291,30 @@ def index_lists(
             num_chunks,
             E,
             K,
-            ENTRIES,
+            CHUNK,
         )
     return lists
 
 
 @direct
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit(do_not_specialize=["pairs"])
 def _permuted_probs_kernel(
     probs_ptr,  # [T, K], or [T, E] when DENSE
     token_expert_indices_ptr,  # [T*K] int32
     token_index_map_ptr,  # [T*K] int32
     permuted_probs_ptr,  # [R_max] fp32
-    num_entries,
+    pairs,
     E,
     K: tl.constexpr,
     DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Probs by row. probs = [[.2, .8], [.6, .4]], map = [[1, 2], [0, -1]] -> [.6, .2, .8]"""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(token_index_map_ptr + entry, mask=entry < num_entries, other=-1)
-    address = entry.to(tl.int64)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(token_index_map_ptr + pair, mask=pair < pairs, other=-1)
+    address = pair.to(tl.int64)
     if DENSE:
-        expert = tl.load(token_expert_indices_ptr + entry, mask=row >= 0, other=0)
+        expert = tl.load(token_expert_indices_ptr + pair, mask=row >= 0, other=0)
         address = (address // K) * E + expert
     prob = tl.load(probs_ptr + address, mask=row >= 0, other=0.0)
     tl.store(permuted_probs_ptr + row, prob.to(tl.float32), mask=row >= 0)
@@ -364,12 +364,12 @@ def _grad_probs_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     grad = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for k in tl.static_range(K):
-        entry = t.to(tl.int64) * K + k
-        row = tl.load(token_index_map_ptr + entry, mask=t < T, other=-1)
+        pair = t.to(tl.int64) * K + k
+        row = tl.load(token_index_map_ptr + pair, mask=t < T, other=-1)
         value = tl.load(grad_permuted_probs_ptr + row, mask=row >= 0, other=0.0)
         column = k
         if DENSE:
-            column = tl.load(token_expert_indices_ptr + entry, mask=row >= 0, other=-1)[:, None]
+            column = tl.load(token_expert_indices_ptr + pair, mask=row >= 0, other=-1)[:, None]
         grad += tl.where(n[None, :] == column, value[:, None], 0.0)
     address = t.to(tl.int64)[:, None] * N + n[None, :]
     inside = (t < T)[:, None] & (n < N)[None, :]

@@ -1,10 +1,12 @@
 """Kernel launches without what Triton does anew for each.
 
 Triton binds, specialises and checks a kernel's arguments in Python at every launch, which takes
-longer than the launch. Here the compiled kernel is looked up by what Triton specialises it for, and
-Triton is asked only for the first of its kind.
+longer than the launch. Here the compiled kernel is looked up by what Triton specialises it for.
+Triton itself launches the first of each kind, and whatever more than a launch is asked of.
 """
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ from triton.compiler.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moeblaze_megatron.ops.tiles import bind_device, interpreting
+from moeblaze_megatron.ops.tiles import interpreting
 
-# Triton's whose CompiledKernel.run is called as `Kernel` calls it; `aot` turns this off.
+# In these versions CompiledKernel.run takes what `Kernel` gives it. `aot` turns this off.
 enabled = Version("3.6") <= Version(triton.__version__) < Version("3.9")
-_runtime, _driver = triton.knobs.runtime, triton.runtime.driver
+_driver = triton.runtime.driver
+_runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
 class Kernel:
@@ -36,29 +39,28 @@ class Kernel:
         assert all(constant[self.constants :]), jitted
         self.compiled: dict[tuple, CompiledKernel] = {}
 
-    def __getitem__(self, grid: tuple[int, ...]):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: int) -> None:
             key, values = self._bind(arguments, options)
-            found = self.compiled.get(key)
-            if found is None:
-                found = self.jitted[grid](*arguments, **options)
-                if key is not None and isinstance(found, CompiledKernel):
-                    self.compiled[key] = found
+            compiled = self.compiled.get(key)
+            if compiled is None:
+                compiled = self.jitted[grid](*arguments, **options)
+                if key is not None and isinstance(compiled, CompiledKernel):
+                    self.compiled[key] = compiled
                 return
-            driver, (x, y) = _driver.active, grid if len(grid) == 2 else (grid[0], 1)
-            stream = driver.get_current_stream(driver.get_current_device())
-            handles = found.function, found.packed_metadata
-            found.run(x, y, 1, stream, *handles, None, None, None, *values)  # no launch hooks
+            x, y, z = (*grid, 1, 1)[:3]
+            stream = _driver.active.get_current_stream(key[0])
+            handles = compiled.function, compiled.packed_metadata
+            compiled.run(x, y, z, stream, *handles, None, None, None, *values)  # no launch hooks
 
         return launch
 
     def _bind(self, arguments: tuple, options: dict[str, int]) -> tuple[tuple | None, list]:
-        """All that Triton compiles for, or finer, and the arguments with addresses for tensors.
+        """The device and all that Triton compiles for, or finer; arguments, tensors as addresses.
 
-        The first is None where Triton is to launch as it does.
+        The first is None where Triton is to launch.
         """
-        hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook  # of a profiler
-        if not enabled or any(getattr(hook, "calls", True) for hook in hooks):
+        if not enabled or self._watched():
             return None, []
         values, addresses = list(arguments), 0
         key = [_driver.active.get_current_device(), *options.values()]
@@ -81,33 +83,59 @@ class Kernel:
         key.append(arguments[self.constants :])
         return tuple(key), values
 
+    def _watched(self) -> bool:
+        """Whether a profiler or a debugger sees each launch, or changes what is compiled."""
+        return bool(
+            getattr(_runtime.launch_enter_hook, "calls", True)  # an empty chain, as a rule
+            or getattr(_runtime.launch_exit_hook, "calls", True)
+            or self.jitted.pre_run_hooks
+            or _runtime.debug
+            or _runtime.add_stages_inspection_hook
+            or _compilation.instrumentation_mode
+        )
+
 
 def direct(jitted: Any) -> Any:
     """Decorates what `triton.jit` or `gluon.jit` returns."""
     return jitted if interpreting() else Kernel(jitted)
 
 
-_checked: dict[tuple, dict[str, Any]] = {}  # fields of descriptors that Triton has checked
+_bound = threading.local()
+
+
+def _bind_context(device: torch.device) -> None:
+    """Makes the device's CUDA context current in this thread.
+
+    Autograd runs backward in threads of its own, which have none before their first CUDA call, and
+    Triton (3.6 to 3.8) encodes tensor descriptors before it looks for one. Any launch by torch
+    binds it, for the life of the thread.
+    """
+    if device.type == "cuda" and getattr(_bound, "device", None) != device:
+        torch.zeros((), device=device)
+        _bound.device = device
+
+
+# Fields of descriptors that Triton has checked, without the tensors they were of.
+_checked: dict[tuple, dict[str, Any]] = {}
 
 
 def descriptor(
-    tensor: torch.Tensor, block: tuple[int, ...], layout: Any = None
+    tensor: Tensor, block: tuple[int, ...], layout: Any = None
 ) -> TensorDescriptor | gluon.TensorDescriptor:
     """A tensor descriptor; Gluon's where a layout is given, which block and dtype determine.
 
     Triton checks the first of its strides. Sizes are 1 or more, the address is a multiple of 16.
     """
-    bind_device(tensor.device)
-    strides = tensor.stride()
+    _bind_context(tensor.device)
+    cls, extra = (TensorDescriptor, ()) if layout is None else (gluon.TensorDescriptor, (layout,))
     kind = (tensor.dtype, block, layout is None)
-    known = _checked.get((strides, kind))
+    key = (tensor.stride(), kind)
+    known = _checked.get(key)
     if known is None:
-        extra = () if layout is None else (layout,)
-        cls = TensorDescriptor if layout is None else gluon.TensorDescriptor
         made = cls.from_tensor(tensor, list(block), *extra)
         made.kind = kind
-        _checked[strides, kind] = vars(made) | {"base": None, "shape": None}
+        _checked[key] = vars(made) | {"base": None, "shape": None}
         return made
-    made = object.__new__(TensorDescriptor if layout is None else gluon.TensorDescriptor)
+    made = object.__new__(cls)
     vars(made).update(known, base=tensor, shape=tensor.shape)
     return made

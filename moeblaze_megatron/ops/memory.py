@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moeblaze_megatron.ops.tiles import cdiv
+
 SLICE = 128  # columns of a workspace slice come in multiples of this
 MARGIN = 16  # a workspace may raise the peak by 1/MARGIN
 
@@ -61,6 +63,7 @@ class LayerBytes:
 def layer_bytes(
     x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, rows: int
 ) -> LayerBytes:
+    """Of x [T, H], [E, 2F, H] or [E, F, H], [E, H, F] and so many routed rows."""
     size = x.element_size()
     return LayerBytes(
         output=x.numel() * size,
@@ -74,5 +77,5 @@ def layer_bytes(
 def slice_columns(width: int, rows: int, element_size: int, workspace_bytes: int) -> int:
     """Columns of the equal slices into which [rows, width] is cut to fit the workspace."""
     most = max(SLICE, workspace_bytes // (rows * element_size) // SLICE * SLICE)
-    slices = -(-width // most)
-    return width if slices == 1 else -(-width // slices // SLICE) * SLICE
+    slices = cdiv(width, most)
+    return width if slices == 1 else cdiv(width, slices * SLICE) * SLICE

@@ -6,6 +6,7 @@ The twins are what runs on CPU tensors; the tests and the benchmark compare kern
 T tokens, K experts per token, E experts, H hidden size, F ffn hidden size, R routed rows.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from moeblaze_megatron.ops.activation import Activation
 from moeblaze_megatron.ops.index_lists import IndexLists, max_tiles
 from moeblaze_megatron.ops.mxfp8 import SIZE
-from moeblaze_megatron.ops.tiles import BLOCK_R
+from moeblaze_megatron.ops.tiles import BLOCK_R, cdiv
 
 FUNCTIONS = {
     "swiglu": F.silu,
@@ -142,7 +143,7 @@ def grad_probs(
     return out.index_put_((token, _column(lists, token, k, dense)), values, accumulate=True)
 
 
-def _experts(lists: IndexLists):
+def _experts(lists: IndexLists) -> Iterator[tuple[int, slice]]:
     """Number and rows of every expert."""
     offsets = lists.expert_token_offsets.tolist()
     return enumerate(slice(a, b) for a, b in pairwise(offsets))
@@ -287,7 +288,7 @@ def quantize(x: torch.Tensor, lists: IndexLists) -> tuple[torch.Tensor, torch.Te
     """values [R_max, W] float8_e4m3fn and scales [R_max, cdiv(W, 32)] float8_e8m0fnu."""
     R, W = int(lists.expert_token_offsets[-1]), x.shape[1]
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(x.shape[0], -(-W // SIZE), dtype=torch.float8_e8m0fnu)
+    scales = x.new_empty(x.shape[0], cdiv(W, SIZE), dtype=torch.float8_e8m0fnu)
     blocks = F.pad(x[:R].float(), (0, -W % SIZE)).unflatten(1, (-1, SIZE))
     largest = torch.where(blocks.isfinite(), blocks, 0).abs().amax(-1)
     mantissa, exponent = torch.frexp(largest.clamp(min=2.0**-126))  # 448 = 0.875 * 2^9

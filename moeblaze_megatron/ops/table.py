@@ -12,6 +12,7 @@ H for "copy". The most specific entry wins: the user's first, then GPU before cl
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +30,19 @@ SHIPPED = Path(__file__).with_name("configurations.json")
 FORMAT = 1
 
 
-def _is_int(value: object, low: int, high: float = float("inf")) -> bool:
-    """Whether it is a number of JSON in that range; true and 1.0 are not, though they equal 1."""
-    return type(value) is int and low <= value <= high
+def _within(value: object, low: int, high: float, power: bool = False) -> bool:
+    """Whether it is an int, and where `power` a power of two, of this range."""
+    return type(value) is int and low <= value <= high and (not power or value.bit_count() == 1)
 
 
-def _is_power(value: object, low: int, high: int) -> bool:
-    return _is_int(value, low, high) and value.bit_count() == 1
+def _outside(settings: object, names: str, low: int, high: int, power: bool = False) -> list[str]:
+    """What is not `_within` of the settings so named."""
+    values = {name: getattr(settings, name) for name in names.split()}
+    return [
+        f"{name}={value!r} is not {'a power of two ' if power else ''}in {low}..{high}"
+        for name, value in values.items()
+        if not _within(value, low, high, power)
+    ]
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,10 @@ class Tile:
 
     def reasons(self, kernel: str, gpu: str) -> Iterator[str]:
         """What does not fit."""
-        for name, low, high in (
-            ("rows", 16, 256),
-            ("cols", 16, 256),
-            ("depth", 16, 256),
-            ("num_warps", 1, 16),
-        ):
-            if not _is_power(getattr(self, name), low, high):
-                yield f"{name}={getattr(self, name)!r} is not a power of two in {low}..{high}"
-        for name, high in (("num_stages", 8), ("group", 256)):
-            value = getattr(self, name)
-            if not _is_int(value, 1, high):
-                yield f"{name}={value!r} is not in 1..{high}"
+        yield from _outside(self, "rows cols depth", 16, 256, power=True)
+        yield from _outside(self, "num_warps", 1, 16, power=True)
+        yield from _outside(self, "num_stages", 1, 8)
+        yield from _outside(self, "group", 1, 256)
         height = 16 if gpu == "interpreter" else 128
         if kernel in ("fc1", "rows") and self.rows != height:
             yield f"rows={self.rows!r} is not {height}, the height of all row tiles"
@@ -96,12 +95,10 @@ class Ring:
 
     def reasons(self, kernel: str, gpu: str) -> Iterator[str]:
         most = 4 if kernel == "wgrad_hopper" else 3  # what shared memory holds
-        for name, low, high in (("stages", 2, most), ("group", 1, 256)):
-            value = getattr(self, name)
-            if not _is_int(value, low, high):
-                yield f"{name}={value!r} is not in {low}..{high}"
+        yield from _outside(self, "stages", 2, most)
+        yield from _outside(self, "group", 1, 256)
         split = self.multiply_registers, self.load_registers
-        if not all(_is_int(n, 24, 240) and n % 8 == 0 for n in split):
+        if not all(_within(n, 24, 240) and n % 8 == 0 for n in split):
             yield "registers={}/{} are not multiples of 8 in 24..240".format(*split)
         elif 32 * (8 * split[0] + 4 * split[1]) > 65536:
             yield "registers={}/{} are more than a multiprocessor's 65536".format(*split)
@@ -122,9 +119,9 @@ class Copy:
     def reasons(self, kernel: str, gpu: str) -> Iterator[str]:
         for name in ("ffn", "width"):
             value = getattr(self, name)
-            if value is not None and not _is_int(value, 0):
+            if value is not None and not _within(value, 0, math.inf):
                 yield f"{name}={value!r} is neither a size nor null"
-        if not _is_int(self.slices, 1):
+        if not _within(self.slices, 1, math.inf):
             yield f"slices={self.slices!r} is not 1 or more"
 
 
@@ -175,10 +172,12 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
     ):
         reasons.append(f"gpu={gpu!r} does not run this kernel, sm_90 does")
     bits = entry["bits"]
-    if not _is_int(bits, 16) or bits not in ((16,) if kernel.endswith("_hopper") else (16, 32)):
+    if not _within(bits, 16, 32) or bits not in ((16,) if kernel.endswith("_hopper") else (16, 32)):
         reasons.append(f"bits={bits!r} has no such kernel")
     if sizes is not None and not (
-        isinstance(sizes, list) and len(sizes) == 2 and all(_is_power(n, 1, 2**31) for n in sizes)
+        isinstance(sizes, list)
+        and len(sizes) == 2
+        and all(_within(n, 1, 2**31, power=True) for n in sizes)
     ):
         reasons.append(f"class={sizes!r} is neither two powers of two nor null")
     names = [field.name for field in fields(KERNELS[kernel])]
@@ -206,7 +205,7 @@ def load(path: Path) -> Table:
         raise ValueError(
             f"kernel table {path}: not a table that moeblaze_megatron.tune has written"
         )
-    if not _is_int(content.get("format"), FORMAT, FORMAT):
+    if not _within(content.get("format"), FORMAT, FORMAT):
         raise ValueError(f"kernel table {path}: format={content.get('format')!r} is not {FORMAT}")
     table, reasons = {}, []
     for number, entry in enumerate(content["configurations"]):
@@ -318,19 +317,19 @@ def override(kernel: str, value: Configuration) -> Iterator[None]:
         _find.cache_clear()
 
 
+_notes: dict[Key, Configuration] | None = None
+
+
 @contextmanager
 def recording() -> Iterator[dict[Key, Configuration]]:
     """Inside, what launches look up is noted, with the answers."""
     global _notes
-    _notes = {}
+    before, _notes = _notes, {}
     _find.cache_clear()
     try:
         yield _notes
     finally:
-        _notes = None
-
-
-_notes: dict[Key, Configuration] | None = None
+        _notes = before
 
 
 @cache
