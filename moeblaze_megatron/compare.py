@@ -85,7 +85,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="with --find-max-batch: try multiples of N alone, fewer then (default: 1)",
     )
     parser.add_argument("training", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}; flags of Megatron follow -- or the path "
+            "of a script"
+        )
     if arguments.training[:1] == ["--"]:
         del arguments.training[0]
         if not arguments.training:

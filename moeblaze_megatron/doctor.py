@@ -25,6 +25,7 @@ from moeblaze_megatron import aot, moeblaze_experts, patch
 from moeblaze_megatron.__main__ import missing_packages
 from moeblaze_megatron.bench.shapes import DEVICE, SHAPES, Shape, inputs_for
 from moeblaze_megatron.mcore.install import TESTED_VERSIONS
+from moeblaze_megatron.ops import table
 from moeblaze_megatron.ops.reference import moe_reference
 from moeblaze_megatron.version import __version__
 
@@ -112,6 +113,17 @@ def gpu() -> Finding:
     )
 
 
+def kernel_table() -> Finding:
+    """Whether the user's kernel configurations can be used here, if there are any."""
+    path = os.environ.get(table.VARIABLE)
+    try:
+        table.use(None)
+    except ValueError as error:
+        advice = f"make it anew with python -m moeblaze_megatron.tune, or unset {table.VARIABLE}"
+        return Finding("kernel table", str(error), advice, failed=True)
+    return Finding("kernel table", path or "the package's own")
+
+
 def compiles(arch: int, most_shared: int) -> Finding:
     """Whether what a layer in bf16 launches compiles for `sm_<arch>` and fits its shared memory."""
     about = f"kernels, sm_{arch}"
@@ -120,7 +132,10 @@ def compiles(arch: int, most_shared: int) -> Finding:
     try:
         rows = aot.compile_step(arch, torch.bfloat16, ("swiglu",))
     except (triton.CompilationError, RuntimeError) as error:  # RuntimeError is what LLVM raises
-        reason = str(error).strip().splitlines()[-1]
+        cause = error
+        while cause.__cause__:  # an error in a function is raised anew by each that calls it
+            cause = cause.__cause__
+        reason = str(cause).strip().splitlines()[-1]
         return Finding(about, f"do not compile: {reason}", "report this, with this output", True)
     tight = sorted({row.kernel for row in rows if row.shared > most_shared})
     return Finding(
@@ -190,6 +205,8 @@ def speed() -> Finding:
 def examine(archs: list[int] | None) -> list[Finding]:
     """All findings, those after a failure that rules them out left away."""
     found = [*versions(), gpu()]
+    if not any(finding.failed for finding in found):
+        found.append(kernel_table())
     if any(finding.failed for finding in found):
         return found
     if torch.cuda.is_available():

@@ -115,7 +115,7 @@ def check(flags: argparse.Namespace, others: list[str]) -> None:
         wrong.append(f"--moe-layer-freq {flags.moe_layer_freq} is neither a number nor a list")
     known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
     for word in (other.partition("=")[0] for other in others if other.startswith("--")):
-        near = difflib.get_close_matches(word, known, 1, 0.93)
+        near = difflib.get_close_matches(word, known, 1, 0.9)
         if near and word not in OWN:
             wrong.append(f"{word} is not known; did you mean {near[0]}?")
         elif word.startswith("--moeblaze-") and word not in OWN:
@@ -280,7 +280,9 @@ def report(found: Estimate, processes: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    flags, others = parser().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # Recipes and compare have Megatron's flags behind a --, so here one may stand, too.
+    flags, others = parser().parse_known_args([word for word in words if word != "--"])
     check(flags, others)
     print(report(estimate(flags), flags.processes))
 

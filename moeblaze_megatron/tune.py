@@ -370,6 +370,13 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
+def can_write(path: Path) -> bool:
+    """Asked before the search, not when there is something to lose."""
+    if path.exists():
+        return os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
+
+
 def list_plan(shapes: list[tuple[str, Shape]], dtype: torch.dtype, arch: int) -> None:
     for title, shape in shapes:
         print(f"{title}: T, H, F, E, K = {shape}")
@@ -394,9 +401,14 @@ def main() -> None:
         shapes = [(text, shape_from(text, arguments.activation)) for text in arguments.shapes]
         if arguments.steps < 2:
             raise ValueError("--steps is at least 2")
+        if not arguments.budget > 0:
+            raise ValueError(f"--budget is above 0 seconds, got {arguments.budget}")
         if not (has_gpu or interpreting() or arguments.dry_run):
             raise ValueError("no CUDA GPU was found; --dry-run lists what would be tried on one")
+        table.use(None)
         before = table.load(arguments.output) if arguments.output.exists() else {}
+        if not (arguments.dry_run or can_write(arguments.output)):
+            raise ValueError(f"--output {arguments.output} cannot be written; name another file")
     except ValueError as error:
         p.error(str(error))
     if arguments.dry_run:

@@ -12,7 +12,7 @@ from moeblaze_megatron.bench import __main__ as bench
 from moeblaze_megatron.bench import measure, paper, peers
 from moeblaze_megatron.bench.kernels import KERNELS, kernel_calls
 from moeblaze_megatron.bench.shapes import ROUTINGS, SHAPES, Shape, inputs_for, shape_from
-from moeblaze_megatron.ops import experts, reference
+from moeblaze_megatron.ops import experts, reference, table
 from moeblaze_megatron.ops.memory import layer_bytes
 
 TINY = Shape(T=64, H=32, F=16, E=8, K=2)
@@ -39,10 +39,22 @@ def test_shapes_by_name_and_by_size():
     assert shape_from("1024,64,32,8,2", "swiglu").forward_flops == 2 * 1024 * 2 * 64 * (64 + 32)
 
 
-@pytest.mark.parametrize("text", ["qwen", "1,2,3", "8,8,8,2,4", "0,8,8,2,1"])
+@pytest.mark.parametrize(
+    "text", ["qwen", "1,2,3", "8,8,8,2,4", "0,8,8,2,1", "8,8,8,2000,2", "8,8,8,64,40"]
+)
 def test_bad_shapes_are_named(text):
     with pytest.raises(ValueError, match=text):
         shape_from(text, "swiglu")
+
+
+def test_a_kernel_table_that_cannot_be_used_is_named(monkeypatch, capsys):
+    monkeypatch.setenv(table.VARIABLE, "/missing.json")
+    monkeypatch.setattr("sys.argv", ["bench", "8,8,8,4,2"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert "error: kernel table /missing.json: " in capsys.readouterr().err
+    monkeypatch.delenv(table.VARIABLE)
+    table.use(None)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -217,6 +229,8 @@ def test_command_line_names_what_is_wrong(plain_env):
         (["scaling", "64,32,16,4,2"], "E is at least 4*K"),
         (["expert_parallel"], "expert_parallel runs on several ranks: torchrun"),
         (["weak_scaling", "--ranks", "2"], "--ranks takes two or more numbers"),
+        (["weak_scaling", "--ranks", "0", "1"], "each 1 or more; got [0, 1]"),
+        (["layer", "8,8,8,4,2", "--json", "/missing/x.json"], "there is no folder /missing"),
         (["weak_scaling", "9,8,8,6,2", "--ranks", "1", "4"], "6 experts do not divide by 4 ranks"),
     ):
         command = [sys.executable, "-m", "moeblaze_megatron.bench", *words]

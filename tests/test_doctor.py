@@ -8,6 +8,7 @@ from pretraining import needs_megatron_on_cpu, run
 
 from moeblaze_megatron import doctor
 from moeblaze_megatron.mcore.install import TESTED_VERSIONS
+from moeblaze_megatron.ops import table
 
 BROKEN = """
 from moeblaze_megatron import doctor
@@ -25,6 +26,7 @@ def test_healthy_machine(plain_env):
     for words in (
         f"{', '.join(TESTED_VERSIONS)} tested",
         "none: Megatron runs in CPU mode",
+        "kernel table       the package's own",
         "kernels, sm_90     ",
         "kernels compile\n",
         "eager twins in float32: output and gradients as a loop",
@@ -57,6 +59,29 @@ def test_kernels_that_ask_for_too_much_shared_memory_fail(plain_env):
         [sys.executable, "-c", code], env=plain_env, check=True, stdout=subprocess.PIPE, text=True
     )
     assert result.stdout == "True\n"
+
+
+def test_a_kernel_table_that_cannot_be_used_fails(monkeypatch, tmp_path):
+    monkeypatch.setenv(table.VARIABLE, str(tmp_path / "missing.json"))
+    failed = [finding for finding in doctor.examine(None) if finding.failed]
+    assert [finding.about for finding in failed] == ["kernel table"]
+    assert "missing.json" in failed[0].found and "unset MOEBLAZE_KERNEL_TABLE" in failed[0].advice
+    monkeypatch.delenv(table.VARIABLE)
+    table.use(None)
+
+
+def test_the_cause_of_a_compiler_error_is_named(monkeypatch):
+    def fail(*arguments):
+        try:
+            raise AttributeError("'tuple' object has no attribute gated")
+        except AttributeError as error:
+            raise RuntimeError("at 74:4:\n    gl.warp_specialize(\n    ^") from error
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(doctor.aot, "compile_step", fail)
+    found = doctor.compiles(90, 1000)
+    assert found.failed
+    assert found.found == "do not compile: 'tuple' object has no attribute gated"
 
 
 @pytest.mark.gpu

@@ -395,6 +395,30 @@ def test_autocast(device):
     assert out.dtype is torch.bfloat16 and torch.equal(out, half)
 
 
+def test_biases_in_any_layout(device):
+    """Transposed, off 16 bytes and one row for all experts; the gradient has their shape."""
+    case = Case(30, 32, 32, 4, 2, "layout of biases", activation=GPT_OSS, bias=True)
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    row = t["fc2_bias"][0].clone().requires_grad_()
+    t["fc2_bias"] = t["fc2_bias"][:1].repeat(case.E, 1)
+    options = dict(topk_indices=ids, topk_probs=probs, activation=case.activation)
+    grad_output = t.pop("grad_output")
+
+    packed = {name: tensor.clone().requires_grad_() for name, tensor in t.items()}
+    want = moeblaze_experts(**packed, **options)
+    want.backward(grad_output)
+
+    buffer = torch.empty(t["fc1_bias"].numel() + 1, device=device)
+    fc1_bias = buffer[1:].view(t["fc1_bias"].T.shape).copy_(t["fc1_bias"].T).T.requires_grad_()
+    other = t | {"fc1_bias": fc1_bias, "fc2_bias": row.expand(case.E, -1)}
+    got = moeblaze_experts(**other, **options)
+    got.backward(grad_output)
+    assert torch.equal(got, want)
+    assert torch.equal(fc1_bias.grad, packed["fc1_bias"].grad)
+    torch.testing.assert_close(row.grad, packed["fc2_bias"].grad.sum(0))
+
+
 def test_two_forwards_before_one_backward(device):
     """A pipeline schedule runs forward of the next micro-batch first: state is in the graph."""
     cases = [Case(T, 32, 32, 4, 2, "pipeline") for T in (30, 41)]
@@ -428,8 +452,16 @@ BAD = {
     "fc1_bias has shape": dict(fc1_bias=torch.zeros(4, 32)),
     "fc2_bias has shape": dict(fc2_bias=torch.zeros(5, 32)),
     "fc2_bias is torch.bfloat16, but": dict(fc2_bias=torch.zeros(4, 32).bfloat16()),
-    "clamp must be above 0": dict(activation=Activation("swiglu", clamp=0.0)),
-    "offset must be finite": dict(activation=Activation("swiglu", offset=float("nan"))),
+    "clamp=0.0, .*clamp must be a finite": dict(activation=Activation("swiglu", clamp=0.0)),
+    "clamp='7', .*clamp must be a finite": dict(activation=Activation("swiglu", clamp="7")),
+    "clamp=True, .*clamp must be a finite": dict(activation=Activation("swiglu", clamp=True)),
+    "clamp=tensor.*clamp must be a finite": dict(
+        activation=Activation("swiglu", clamp=torch.tensor(7.0))
+    ),
+    "offset=nan.*offset must be a finite": dict(
+        activation=Activation("swiglu", offset=float("nan"))
+    ),
+    "offset=None.*offset must be a finite": dict(activation=Activation("swiglu", offset=None)),
     "clamp and offset go with": dict(
         activation=Activation("silu", offset=1.0), fc1_weight=torch.zeros(4, 32, 32)
     ),

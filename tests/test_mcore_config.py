@@ -42,6 +42,7 @@ REFUSED_TOGETHER = {
     "activation, gate": {"gated_linear_unit": False, "activation_func": "quick_gelu"},
     "clamp": {"activation_func_clamp_value": -7.0},
     "endless clamp": {"activation_func_clamp_value": float("inf")},
+    "offset that is no number": {"glu_linear_offset": float("nan")},
     "probs on input": {"moe_apply_probs_on_input": True, "moe_router_topk": 2},
     "bias, expert TP": {"add_bias_linear": True, "expert_tensor_parallel_size": 2},
     "bias on padded rows": {
@@ -186,8 +187,9 @@ def test_every_activation_has_its_name():
     assert set(names) == set(ACTIVATIONS)
     for config in configs:
         config.activation_func_clamp_value, config.glu_linear_offset = 7, 1
-        gated = config.gated_linear_unit
-        assert activation_of(config)[1:] == ((7.0, 1.0) if gated else (None, 0.0))
+        found = activation_of(config)
+        numbers = (7.0, 1.0) if config.gated_linear_unit else (None, 0.0)
+        assert (found.clamp, found.offset) == numbers
 
 
 @in_megatron

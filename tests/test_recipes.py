@@ -112,6 +112,14 @@ def test_launch_on_one_node_by_hand_and_in_slurm(path):
     assert "--moe-token-dispatcher-type\nalltoall\n" in output
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "1.5", "eight"])
+@pytest.mark.parametrize("name", ["GPUS", "NODES"])
+def test_numbers_of_gpus_and_nodes_are_checked(name, number, path):
+    for words in ((), ("--dry-run",), ("--compare",)):
+        code, output = run("moe_1b", *words, PATH=path, **{name: number})
+        assert code == 2 and output.endswith(f"{name}={number} is not a number of 1 or more\n")
+
+
 def test_compare_takes_the_recipe_with_its_options(tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
@@ -191,6 +199,8 @@ MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts
         ("--expert-model-parallel-size 3 --processes 3", "3 does not divide --num-experts 8"),
         ("--moe-router-topk 9 --num-layers -2", "--num-layers -2 is not positive; --moe-router-"),
         ("--moe-layer-freq abc", "--moe-layer-freq abc is neither"),
+        ("--num-layres 3", "--num-layres is not known; did you mean --num-layers?"),
+        ("-- --num-layers -2", "--num-layers -2 is not positive"),
         ("--moeblaze-recompute-fc1 --activation-func-fp8-input-store", "keeps nothing for"),
     ],
 )

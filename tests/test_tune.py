@@ -148,7 +148,7 @@ def test_an_interrupt_keeps_what_was_found(few, monkeypatch, tmp_path, capsys):
 
 def test_a_budget_ends_the_search(few, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune, "Compilers", lambda dtype, arch: None)
-    main(monkeypatch, *WORDS, "--output", tmp_path / "found.json", "--budget", 0)
+    main(monkeypatch, *WORDS, "--output", tmp_path / "found.json", "--budget", 1e-9)
     assert not (tmp_path / "found.json").exists()
     assert "--budget 0 is spent" in capsys.readouterr().err
 
@@ -158,7 +158,13 @@ def test_a_budget_ends_the_search(few, monkeypatch, tmp_path, capsys):
     [
         (("8,8,8,2,4",), "K is at most E"),
         (("qwen",), "shape 'qwen' is neither"),
+        (("8,8,8,2000,2",), "E is at most 1024 and K at most 32"),
+        (("8,8,8,64,40",), "E is at most 1024 and K at most 32"),
         ((*WORDS[:-1], "1"), "--steps is at least 2"),
+        ((*WORDS, "--budget", "0"), "--budget is above 0 seconds, got 0"),
+        ((*WORDS, "--budget", "nan"), "--budget is above 0 seconds, got nan"),
+        ((*WORDS, "--output", "/missing/found.json"), "--output /missing/found.json cannot be"),
+        ((*WORDS, "--output", "/"), "kernel table /"),
         ((*WORDS, "--output", __file__), "kernel table"),
     ],
 )

@@ -10,6 +10,13 @@
 # `--compare` first trains on one node with both dispatchers and reports; options of
 # moeblaze_megatron.compare may follow, up to a `--`. Other arguments are added to Megatron's.
 
+for NAME in GPUS NODES; do
+    if [[ ! ${!NAME} =~ ^[1-9][0-9]*$ ]]; then
+        echo "$0: $NAME=${!NAME} is not a number of 1 or more" >&2
+        exit 2
+    fi
+done
+
 if [[ ${1:-} == --dry-run ]]; then
     shift
     exec python -m moeblaze_megatron.estimate --processes $((GPUS * NODES)) "${FLAGS[@]}" "$@"

@@ -40,6 +40,7 @@ from moeblaze_megatron.bench.shapes import (
     inputs_for,
     shape_from,
 )
+from moeblaze_megatron.ops import table
 from moeblaze_megatron.ops.activation import ACTIVATIONS
 from moeblaze_megatron.ops.memory import LayerBytes
 from moeblaze_megatron.version import __version__
@@ -415,8 +416,11 @@ def settle(arguments) -> None:
     Raises:
         ValueError: naming what is wrong, and what to do.
     """
+    table.use(None)
     if arguments.steps < 10 or arguments.sets < 1:
         raise ValueError("--steps is at least 10 and --sets at least 1")
+    if arguments.json and not arguments.json.parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     if getattr(arguments, "plot", None) and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     texts = [arguments.shapes] if isinstance(arguments.shapes, str) else arguments.shapes

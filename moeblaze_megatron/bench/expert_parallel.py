@@ -338,7 +338,9 @@ def check_scaling(arguments) -> None:
     usual = [2**i for i in range(max(gpus, 2).bit_length()) if 2**i <= max(gpus, 2)]
     ranks = arguments.ranks = sorted(set(arguments.ranks or usual))
     if ranks[0] < 1 or len(ranks) < 2:
-        raise ValueError(f"--ranks takes two or more numbers of ranks, got {ranks}")
+        raise ValueError(
+            f"--ranks takes two or more numbers, different and each 1 or more; got {ranks}"
+        )
     wrong = [
         f"shape {text!r}: {shape.E} experts do not divide by {number} ranks"
         for text, shape in arguments.shapes

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moeblaze_megatron import GATED
+from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,6 +63,8 @@ def shape_from(text: str, activation: str) -> Shape:
     shape = Shape(*map(int, sizes), activation)
     if shape.K > shape.E or min(map(int, sizes)) < 1:
         raise ValueError(f"shape {text!r}: sizes are positive and K is at most E")
+    if shape.E > MAX_EXPERTS or shape.K > MAX_TOPK:
+        raise ValueError(f"shape {text!r}: E is at most {MAX_EXPERTS} and K at most {MAX_TOPK}")
     return shape
 
 

@@ -246,7 +246,10 @@ def _activation_reasons(config: Any) -> Iterator[str]:
             f"activation_func={func}, gated_linear_unit={config.gated_linear_unit}: use silu or "
             "gelu with or without a gate (--swiglu), --quick-geglu, or --squared-relu"
         )
-    elif activation.clamp is not None and not 0 < activation.clamp < math.inf:
+        return
+    if not math.isfinite(activation.offset):
+        yield f"glu_linear_offset={activation.offset}: set --glu-linear-offset to a finite number"
+    if activation.clamp is not None and not 0 < activation.clamp < math.inf:
         yield (
             f"activation_func_clamp_value={activation.clamp}: set --activation-func-clamp-value "
             "above 0 and finite, or leave it out"

@@ -377,6 +377,11 @@ def _aligned(
     )
 
 
+def _is_number(value: object) -> bool:
+    """Whether a kernel can have it as a constant."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _mismatches(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor
 ) -> Iterator[str]:
@@ -466,10 +471,10 @@ def _check_arguments(
         reasons.append(f"H={H} and F={ffn} must be 1 or more")
     if x.dtype not in dtypes:
         reasons.append(f"x is {x.dtype}; use bf16, fp16 or fp32")
-    if activation.clamp is not None and not 0 < activation.clamp < math.inf:
-        reasons.append(f"{activation}: clamp must be above 0 and finite, or None")
-    if not math.isfinite(activation.offset):
-        reasons.append(f"{activation}: offset must be finite")
+    if activation.clamp is not None and not (_is_number(activation.clamp) and activation.clamp > 0):
+        reasons.append(f"{activation}: clamp must be a finite number above 0, or None")
+    if not _is_number(activation.offset):
+        reasons.append(f"{activation}: offset must be a finite number")
     if not activation.gated and (activation.clamp is not None or activation.offset):
         reasons.append(f"{activation}: clamp and offset go with {', '.join(GATED)}")
     reasons += _mismatches("fc1_weight", fc1_weight, (E, width, H), x)

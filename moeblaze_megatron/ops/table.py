@@ -270,7 +270,10 @@ def use(path: str | os.PathLike | None) -> None:
     _named = Path(path) if path else None
     _tables.cache_clear()
     _find.cache_clear()
-    _tables(gpus_of(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")))
+    if interpreting() or not torch.cuda.is_available():
+        _tables(gpus_of(torch.empty(0)))
+    else:  # without a tensor, which would take this process's first GPU
+        _tables(_gpus_of_device(torch.device("cuda")))
 
 
 @lru_cache
