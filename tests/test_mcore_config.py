@@ -187,7 +187,8 @@ def test_every_activation_has_its_name():
     for config in configs:
         config.activation_func_clamp_value, config.glu_linear_offset = 7, 1
         gated = config.gated_linear_unit
-        assert activation_of(config)[1:] == ((7.0, 1.0) if gated else (None, 0.0))
+        found = activation_of(config)
+        assert (found.clamp, found.offset) == ((7.0, 1.0) if gated else (None, 0.0))
 
 
 @in_megatron
