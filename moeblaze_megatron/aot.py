@@ -130,7 +130,7 @@ def resources(kernel) -> Resources:
     tile = [str(value) for name, value in constants.items() if name.startswith("BLOCK_")]
     flags = [name.lower() for name, value in constants.items() if value is True]
     flags += ["bias" for name in names if name.endswith("bias_ptr") and name not in constants]
-    choices = [_words(value) for value in constants.values() if isinstance(value, str | Activation)]
+    choices = [value for value in constants.values() if isinstance(value, str)]
     return Resources(
         kernel=kernel.name,
         variant=" ".join(choices + flags),
@@ -141,12 +141,6 @@ def resources(kernel) -> Resources:
         spilled=stack + local,
         shared=kernel.metadata.shared,
     )
-
-
-def _words(choice: str | Activation) -> str:
-    activation = Activation.of(choice)
-    clamped = "" if activation.clamp is None else " clamped"
-    return activation.name + clamped + " offset" * bool(activation.offset)
 
 
 def step(

@@ -137,6 +137,29 @@ for change in (
 assert len(seen) == 1  # the driver here calls no launch hooks
 """
 
+ACTIVATIONS = """
+import pickle
+
+from moeblaze_megatron import Activation
+
+@launch.direct
+@triton.jit
+def chosen(a_ptr, ACTIVATION: tl.constexpr):
+    if ACTIVATION.gated:
+        tl.store(a_ptr, ACTIVATION.offset)
+
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **call: compiled.append(call["compile"])
+choices = [Activation("swiglu"), Activation("swiglu", 7.0), Activation("swiglu", 7.0, 1.0)]
+for choice in (*choices, *choices):
+    chosen[(1,)](tensor(torch.float16), choice)
+assert [call["constants"][(1,)] for call in compiled] == choices  # each written as JSON before
+assert len({id(kernel) for kernel, _ in launched}) == 3
+for choice in choices:
+    again = pickle.loads(pickle.dumps(choice))
+    assert again == choice and vars(again) == vars(choice) and Activation.of(again) is again
+"""
+
 OTHER_DEVICE = """
 current = 90
 triton.runtime.driver.active.get_current_device = lambda: current
@@ -221,6 +244,10 @@ def test_launches_what_triton_launches(in_a_file):
 
 def test_triton_launches_what_is_watched(in_a_file):
     in_a_file(WATCHED)
+
+
+def test_activations_are_constants_that_hooks_can_write(in_a_file):
+    in_a_file(ACTIVATIONS)
 
 
 def test_each_device_has_its_own_kernel(in_a_file):

@@ -3,8 +3,6 @@
 R routed rows, F ffn hidden size; fc1_output is [R, 2F] (gate half first) when gated, else [R, F].
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,13 +15,13 @@ GATED = ("swiglu", "geglu", "quick_geglu")
 ACTIVATIONS = (*GATED, "silu", "gelu", "squared_relu")
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(str):
     """What an expert computes between its linears, for the operator and, whole, for the kernels.
 
     f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset) when gated, else f(fc1_output).
-    gpt-oss is `Activation("quick_geglu", clamp=7.0, offset=1.0)`. No NamedTuple: Triton 3.8 makes a
-    plain tuple, without properties, of one that is passed on to `warp_specialize`.
+    gpt-oss is `Activation("quick_geglu", clamp=7.0, offset=1.0)`. A string that says all of it, as
+    a constant of kernels has to be: Triton 3.8 makes a plain tuple of a NamedTuple on its way into
+    `warp_specialize`, and Triton's hooks on compilation write constants as JSON.
 
     Attributes:
         name: one of `ACTIVATIONS`.
@@ -31,14 +29,16 @@ class Activation:
         offset: what is added to the half without f; for the `GATED` only.
     """
 
-    name: str
-    clamp: float | None = None
-    offset: float = 0.0
+    def __new__(cls, name: str, clamp: float | None = None, offset: float = 0.0) -> "Activation":
+        clamped = "" if clamp is None else f", clamp {clamp}"
+        self = super().__new__(cls, f"{name}{clamped}" + (f", offset {offset}" if offset else ""))
+        self.name, self.clamp, self.offset = name, clamp, offset
+        return self
 
     @classmethod
     def of(cls, activation: "str | Activation") -> "Activation":
         """The activation of a name alone, or the one given."""
-        return cls(activation) if isinstance(activation, str) else activation
+        return activation if isinstance(activation, cls) else cls(activation)
 
     @property
     def gated(self) -> bool:

@@ -457,7 +457,7 @@ def _check_arguments(
             "moeblaze_experts wants x [T, H], fc1_weight [E, 2F or F, H] and fc2_weight [E, H, F]; "
             f"got {tuple(x.shape)}, {tuple(fc1_weight.shape)} and {tuple(fc2_weight.shape)}"
         )
-    if not isinstance(activation, str | Activation):
+    if not isinstance(activation, str):
         raise ValueError(f"activation={activation!r} is neither a name nor an Activation")
     activation = Activation.of(activation)
     if activation.name not in ACTIVATIONS:
