@@ -60,14 +60,17 @@ def fits(x: torch.Tensor) -> bool:
 
 
 def fits_fc1(x: torch.Tensor, F: int) -> bool:
+    """Whether H and F are whole steps and tiles of `fc1`."""
     return fits(x) and x.shape[1] % BLOCK_K == 0 and F % (BLOCK_N // 2) == 0
 
 
 def fits_fc2_dgrad(grad_output: torch.Tensor, F: int) -> bool:
+    """Whether H is whole steps of `fc2_dgrad`, and F whole parts."""
     return fits(grad_output) and grad_output.shape[1] % BLOCK_K == 0 and F % PART_N == 0
 
 
 def fits_rows(a: torch.Tensor) -> bool:
+    """Whether the depth is whole steps of `rows_gemm`."""
     return fits(a) and a.shape[1] % BLOCK_K == 0
 
 
@@ -656,7 +659,7 @@ def _finish_rows(
 
 
 @direct
-@gluon.jit(do_not_specialize=["num_tiles"])
+@gluon.jit(do_not_specialize=["R", "num_tiles"])
 def _rows_hopper_kernel(
     a_ptr,  # [T, K] when GATHER, else unused
     a_desc,  # [R, K] unless GATHER
@@ -791,6 +794,14 @@ def _rows(
     grad_permuted_probs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
+    """Launches `_rows_hopper_kernel`; what a step does not use is left out.
+
+    Args:
+        a: [T, K] when `gather`, else [R, K].
+        weight: [E, N, K] when `transposed`, else [E, K, N].
+        out: [R, cols], or fc1_output of the steps "fc1" and "fc2_dgrad".
+        n_start, cols: columns of the product.
+    """
     E, weight_rows, weight_cols = weight.shape
     ring = configuration(f"{step or 'rows'}_hopper", a, cols, a.shape[1])
     halves = 2 if step == "fc1" and activation.gated else 1
@@ -1268,6 +1279,7 @@ def _wgrad_hopper_kernel(
 
 
 def fits_wgrad(a: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether offsets inside one expert's weight fit int32."""
     return fits(a) and out.shape[1] * out.stride(1) < 2**31
 
 
