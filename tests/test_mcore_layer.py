@@ -300,6 +300,7 @@ def test_probs_on_input_of_received_rows():
 @pytest.mark.parametrize("gate", [True, False])
 @in_megatron
 def test_parameters_are_marked_as_megatrons(gate):
+    """All weights, and fc1's bias."""
     fields = {"gated_linear_unit": gate, "add_bias_linear": True}
     ours = m.layer("moeblaze", **fields).experts
     stock = m.layer("alltoall", **fields).experts.local_experts[0]
@@ -310,9 +311,9 @@ def test_parameters_are_marked_as_megatrons(gate):
         assert weight.partition_dim == expected.partition_dim + 1
         bias, expected = getattr(ours, name).bias, getattr(stock, name).bias
         assert bias.allreduce == expected.allreduce
-        partitioned = hasattr(expected, "tensor_model_parallel")
-        assert hasattr(bias, "tensor_model_parallel") == partitioned == (name == "linear_fc1")
-        if partitioned:
+        # Of fc2 too, so that no rank of TP is left out of the norm; and not reduced over TP again.
+        assert bias.tensor_model_parallel and not hasattr(bias, "sequence_parallel")
+        if name == "linear_fc1":
             assert bias.partition_stride == expected.partition_stride
             assert bias.partition_dim == expected.partition_dim + 1
 
