@@ -472,9 +472,15 @@ def _check_arguments(
     if x.dtype not in dtypes:
         reasons.append(f"x is {x.dtype}; use bf16, fp16 or fp32")
     if activation.clamp is not None and not (_is_number(activation.clamp) and activation.clamp > 0):
-        reasons.append(f"{activation}: clamp must be a finite number above 0, or None")
+        reasons.append(
+            f"activation {activation.name!r} with clamp={activation.clamp!r}, but clamp must be a "
+            "finite number above 0, or None"
+        )
     if not _is_number(activation.offset):
-        reasons.append(f"{activation}: offset must be a finite number")
+        reasons.append(
+            f"activation {activation.name!r} with offset={activation.offset!r}, but offset must be "
+            "a finite number"
+        )
     if not activation.gated and (activation.clamp is not None or activation.offset):
         reasons.append(f"{activation}: clamp and offset go with {', '.join(GATED)}")
     reasons += _mismatches("fc1_weight", fc1_weight, (E, width, H), x)

@@ -35,7 +35,9 @@ def activate(fc1_output: torch.Tensor, activation: str | Activation) -> torch.Te
         return function(fc1_output)
     gate, up = fc1_output.chunk(2, dim=-1)
     if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        # Gradients pass at the clamp itself, which `torch.clamp` has done differently by version.
+        gate = torch.where(gate > clamp, clamp, gate)
+        up = torch.where(up.abs() > clamp, up.sign() * clamp, up)
     if activation.offset:
         up = up + activation.offset
     return function(gate) * up
