@@ -48,14 +48,14 @@ class Activation(str):
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
     """f(gate) * up when gated, else f(gate). swiglu: gate = 0, up = 3 -> 0"""
-    y, _ = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+    y, _ = value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
     if ACTIVATION.gated:
-        y = y * _factor(up, ACTIVATION)
+        y = y * up_factor(up, ACTIVATION)
     return y
 
 
 @triton.jit
-def _clamped_gate(gate, ACTIVATION: tl.constexpr):
+def clamped_gate(gate, ACTIVATION: tl.constexpr):
     """The gate, at most the clamp; NaN stays NaN. clamp 7: 9 -> 7, -9 -> -9"""
     if ACTIVATION.clamp is not None:
         gate = tl.where(gate > ACTIVATION.clamp, ACTIVATION.clamp, gate)
@@ -63,7 +63,7 @@ def _clamped_gate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _factor(up, ACTIVATION: tl.constexpr):
+def up_factor(up, ACTIVATION: tl.constexpr):
     """What multiplies f(gate). clamp 7, offset 1: 9 -> 8, -9 -> -6"""
     if ACTIVATION.clamp is not None:
         up = tl.where(up > ACTIVATION.clamp, ACTIVATION.clamp, up)
@@ -74,7 +74,7 @@ def _factor(up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _value_and_slope(v, ACTIVATION: tl.constexpr):
+def value_and_slope(v, ACTIVATION: tl.constexpr):
     """f(v) and f'(v). squared_relu: v = 3 -> 9, 6"""
     NAME: tl.constexpr = ACTIVATION.name
     if NAME == "swiglu" or NAME == "silu":
@@ -124,7 +124,7 @@ def _activation_backward_kernel(
         gate_ptr = fc1_output_ptr + row * WIDTH + f
         grad_act = tl.load(act_ptr, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+        value, slope = value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
         grad = grad_act * prob
         if GATED:
             up = tl.load(gate_ptr + F, mask=inside, other=0.0).to(tl.float32)
@@ -133,7 +133,7 @@ def _activation_backward_kernel(
                 grad_up = tl.where(tl.abs(up) > ACTIVATION.clamp, 0.0, grad_up)
                 slope = tl.where(gate > ACTIVATION.clamp, 0.0, slope)
             tl.store(gate_ptr + F, grad_up.to(fc1_output_ptr.dtype.element_ty), mask=inside)
-            factor = _factor(up, ACTIVATION)
+            factor = up_factor(up, ACTIVATION)
             value *= factor
             grad *= factor
         tl.store(gate_ptr, (grad * slope).to(fc1_output_ptr.dtype.element_ty), mask=inside)

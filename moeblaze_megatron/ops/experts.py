@@ -219,7 +219,7 @@ class _Experts(torch.autograd.Function):
         ffn = fc2_weight.shape[2]
         workspace = given or sizes.fc2_wgrad_workspace
         copy = configuration("copy", x, ffn, x.shape[1])
-        rows, gather = _rows_of(ops, grad_output, lists, ffn, workspace)
+        rows, gather = _rows_of(ops, grad_output, lists, copy, ffn, workspace)
         grad_fc1_output, act, grad_permuted_probs = ops.fc2_dgrad(
             rows, fc2_weight, fc1_output, permuted_probs, lists, ctx.activation, gather
         )
@@ -271,7 +271,8 @@ def _fc1(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """fc1_output = gather(x) W1^T + b1, None unless `save`, and act = prob * f(fc1_output)."""
     ffn = fc1_weight.shape[1] // (2 if activation.gated else 1)
-    rows, gather = _rows_of(ops, x, lists, ffn, workspace_bytes)
+    copy = configuration("copy", x, ffn, x.shape[1])
+    rows, gather = _rows_of(ops, x, lists, copy, ffn, workspace_bytes)
     return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather, fc1_bias)
 
 
@@ -288,12 +289,16 @@ def _slices(
 
 
 def _rows_of(
-    ops: ModuleType, x: torch.Tensor, lists: IndexLists, ffn: int, workspace_bytes: int
+    ops: ModuleType,
+    x: torch.Tensor,
+    lists: IndexLists,
+    copy: Copy,
+    ffn: int,
+    workspace_bytes: int,
 ) -> tuple[torch.Tensor, bool]:
     """x and True (look rows up), or a copy by row and False, where that is faster and it fits."""
-    copy_from = configuration("copy", x, ffn, x.shape[1]).ffn
     copy_bytes = lists.max_rows * x.shape[1] * x.element_size()
-    if copy_from is None or ffn < copy_from or copy_bytes > workspace_bytes:
+    if copy.ffn is None or ffn < copy.ffn or copy_bytes > workspace_bytes:
         return x, True
     return ops.gather(x, lists, x.new_empty(lists.max_rows, x.shape[1]), 0), False
 

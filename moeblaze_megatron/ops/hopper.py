@@ -30,7 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeblaze_megatron.ops.activation import Activation
+from moeblaze_megatron.ops.activation import (
+    Activation,
+    clamped_gate,
+    up_factor,
+    value_and_slope,
+)
 from moeblaze_megatron.ops.index_lists import IndexLists
 from moeblaze_megatron.ops.launch import descriptor, direct
 from moeblaze_megatron.ops.table import configuration
@@ -264,49 +269,22 @@ def _approximate(op: gl.constexpr, x):
 
 
 @gluon.jit
-def _clamped_gate(gate, ACTIVATION: gl.constexpr):
-    """As `activation._clamped_gate`."""
-    if ACTIVATION.clamp is not None:
-        gate = gl.where(gate > ACTIVATION.clamp, ACTIVATION.clamp, gate)  # NaN stays NaN
-    return gate
-
-
-@gluon.jit
-def _factor(up, ACTIVATION: gl.constexpr):
-    """As `activation._factor`."""
-    if ACTIVATION.clamp is not None:
-        up = gl.where(up > ACTIVATION.clamp, ACTIVATION.clamp, up)
-        up = gl.where(up < -ACTIVATION.clamp, -ACTIVATION.clamp, up)
-    if ACTIVATION.offset != 0.0:
-        up = up + ACTIVATION.offset
-    return up
-
-
-@gluon.jit
 def _value_and_slope(v, ACTIVATION: gl.constexpr):
-    """f(v) and f'(v), as `activation._value_and_slope`."""
+    """`activation.value_and_slope`, with a sigmoid in fewer instructions."""
     NAME: gl.constexpr = ACTIVATION.name
-    if NAME == "swiglu" or NAME == "silu":
-        s = _approximate("rcp", 1.0 + _approximate("ex2", v * -1.4426950408889634))
-        return v * s, s * (1.0 + v * (1.0 - s))
-    elif NAME == "quick_geglu":
-        s = _approximate("rcp", 1.0 + _approximate("ex2", v * -2.4554669595930155))
-        return v * s, s * (1.0 + 1.702 * v * (1.0 - s))
-    elif NAME == "geglu" or NAME == "gelu":
-        cdf = 0.5 * (1.0 + gl.erf(v * 0.7071067811865476))
-        return v * cdf, cdf + v * 0.3989422804014327 * gl.exp(-0.5 * v * v)
-    else:
-        gl.static_assert(NAME == "squared_relu")
-        r = gl.where(v <= 0, 0.0, v)  # NaN stays NaN
-        return r * r, 2.0 * r
+    if NAME == "swiglu" or NAME == "silu" or NAME == "quick_geglu":
+        SCALE: gl.constexpr = 1.702 if NAME == "quick_geglu" else 1.0
+        s = _approximate("rcp", 1.0 + _approximate("ex2", v * (-1.4426950408889634 * SCALE)))
+        return v * s, s * (1.0 + SCALE * v * (1.0 - s))
+    return value_and_slope(v, ACTIVATION)
 
 
 @gluon.jit
 def _activate(gate, up, ACTIVATION: gl.constexpr):
     """f(gate) * up when gated, else f(gate), as `activation.activate`."""
-    y, _ = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+    y, _ = _value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
     if ACTIVATION.gated:
-        y = y * _factor(up, ACTIVATION)
+        y = y * up_factor(up, ACTIVATION)
     return y
 
 
@@ -566,7 +544,7 @@ def _finish_fc2_dgrad(
                 up = gate
                 if GATED:
                     up = saved.index(4 * slot + 2 * part + 1).load(layout).to(gl.float32)
-                value, slope = _value_and_slope(_clamped_gate(gate, ACTIVATION), ACTIVATION)
+                value, slope = _value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
                 grad = grad_act * prob
                 gate_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
                 if GATED:
@@ -575,7 +553,7 @@ def _finish_fc2_dgrad(
                         grad_up = gl.where(gl.abs(up) > ACTIVATION.clamp, 0.0, grad_up)
                         slope = gl.where(gate > ACTIVATION.clamp, 0.0, slope)
                     gl.store(gate_ptrs + F, grad_up.to(dtype), mask=inside)
-                    factor = _factor(up, ACTIVATION)
+                    factor = up_factor(up, ACTIVATION)
                     value *= factor
                     grad *= factor
                 gl.store(gate_ptrs, (grad * slope).to(dtype), mask=inside)
