@@ -120,6 +120,11 @@ def test_numbers_of_gpus_and_nodes_are_checked(name, number, path):
         assert code == 2 and output.endswith(f"{name}={number} is not a number of 1 or more\n")
 
 
+def test_dry_run_does_not_compare(path):
+    code, output = run("moe_1b", "--dry-run", "--compare", PATH=path)
+    assert code == 2 and "--dry-run starts nothing" in output
+
+
 def test_compare_takes_the_recipe_with_its_options(tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)

@@ -19,6 +19,10 @@ done
 
 if [[ ${1:-} == --dry-run ]]; then
     shift
+    if [[ ${1:-} == --compare ]]; then
+        echo "$0: --dry-run starts nothing, so leave --compare out, or --dry-run" >&2
+        exit 2
+    fi
     exec python -m moeblaze_megatron.estimate --processes $((GPUS * NODES)) "${FLAGS[@]}" "$@"
 fi
 
