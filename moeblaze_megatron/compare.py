@@ -371,15 +371,36 @@ def compare(arguments: argparse.Namespace) -> None:
 def largest(fits: Callable[[int], bool], start: int, step: int) -> int:
     """The largest multiple n of `step` for which `fits(n)`; 0 if none.
 
-    By doubling from `start`, then bisection.
+    From `start` up or down in strides that double, then bisection.
     """
-    low, high = 0, max(1, start // step)
-    while fits(step * high):
-        low, high = high, 2 * high
+    low, stride = max(1, start // step), 1
+    if fits(step * low):
+        while fits(step * (low + stride)):
+            low, stride = low + stride, 2 * stride
+        high = low + stride
+    else:
+        high, low = low, low - 1
+        while low > 0 and not fits(step * low):
+            stride *= 2
+            high, low = low, max(0, low - stride)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(step * middle) else (low, middle)
     return step * low
+
+
+def likely(training: list[str], dispatcher: str, processes: int) -> int:
+    """The micro-batch whose estimate fills the GPU; the flags' own where there is no estimate."""
+    sizes = [
+        (estimate.totals([*training, "--micro-batch-size", str(batch)], processes) or {}).get(
+            dispatcher
+        )
+        for batch in (1, 2)
+    ]
+    if None in sizes:
+        return value_of(training, "--micro-batch-size", 1)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return 1 + max(0, int((memory - sizes[0]) / (sizes[1] - sizes[0])))
 
 
 def find_max_batch(arguments: argparse.Namespace) -> None:
@@ -389,7 +410,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             "memory, only slow"
         )
     training = arguments.training or default_training(arguments.out, TRY_ITERATIONS)
-    start = value_of(training, "--micro-batch-size", 1)
+    starts = [likely(training, name, arguments.processes) for name in arguments.dispatchers]
     # The global batch follows the micro-batch then, one for each data-parallel rank.
     for flag in (
         *("--micro-batch-size", "--global-batch-size", "--rampup-batch-size", "--train-samples"),
@@ -397,7 +418,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
     ):
         training = without(training, flag)
     found, versions = {}, {}
-    for dispatcher in arguments.dispatchers:
+    for dispatcher, start in zip(arguments.dispatchers, starts, strict=True):
 
         def fits(batch: int, dispatcher: str = dispatcher) -> bool:
             folder = arguments.out / f"{dispatcher}-batch{batch}"

@@ -17,10 +17,12 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 options=(
     --error-exitcode 1
     --kernel-name 'regex=^_[a-z]' # ours; names of torch's and cuBLAS's kernels begin otherwise
-    --check-tensor-ops yes
     --num-cuda-barriers 64 # those of Triton and Gluon are not in the compiler's information
     --report-api-errors no
 )
+if [[ $(compute-sanitizer --help) == *--check-tensor-ops* ]]; then # not all releases know it
+    options+=(--check-tensor-ops yes)
+fi
 # Of the Hopper kernels and the plain ones: tiles that end inside, rows not in use, no rows at all.
 cases="no-tokens or dropped-slots or past-the-end or one-token-more or not-multiples"
 tests=(

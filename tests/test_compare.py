@@ -3,12 +3,13 @@
 import json
 import os
 import sys
+import types
 from importlib.metadata import version
 
 import pytest
 from pretraining import TINY, needs_megatron_on_cpu, run
 
-from moeblaze_megatron import compare, estimate
+from moeblaze_megatron import compare, estimate, quickstart
 
 
 def test_flags_are_read_and_taken_out():
@@ -60,7 +61,7 @@ def test_the_recorder_says_what_it_is():
 
 @pytest.mark.parametrize("step", [1, 4])
 @pytest.mark.parametrize("most", [0, 1, 3, 4, 5, 31, 32])
-@pytest.mark.parametrize("start", [1, 4])
+@pytest.mark.parametrize("start", [1, 4, 33])
 def test_bisection_finds_the_largest(most, start, step):
     tried = []
 
@@ -88,6 +89,8 @@ def fake_gpu(monkeypatch, capacity, message):
         (folder / "rank0.json").write_text('{"versions": {"torch": "1", "device": "GPU"}}')
 
     monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
+    memory = types.SimpleNamespace(total_memory=10 * 2**30)
+    monkeypatch.setattr(compare.torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(compare, "run", run)
     return ran
 
@@ -104,6 +107,19 @@ def test_find_max_batch_tries_and_resumes(monkeypatch, tmp_path, capsys):
     ran.clear()
     compare.main(command)
     assert ran == []
+
+
+def test_the_search_begins_where_the_estimate_fills_the_gpu(monkeypatch, tmp_path):
+    flags = quickstart.training_flags(quickstart.GPU_SIZES, tmp_path, 10)
+    memory = 10 * 2**30
+
+    def estimated(batch):
+        return estimate.totals([*flags, "--micro-batch-size", str(batch)], 1)["moeblaze"]
+
+    fake_gpu(monkeypatch, {}, "")
+    start = compare.likely(flags, "moeblaze", 1)
+    assert start > 8 and estimated(start) == pytest.approx(memory, rel=0.03)
+    assert compare.likely(["--micro-batch-size", "4"], "moeblaze", 1) == 4  # too few flags
 
 
 def test_find_max_batch_stops_at_other_failures(monkeypatch, tmp_path):
