@@ -30,7 +30,10 @@ OWN_FLAGS = {
     "--save": "the runs would write over each other's checkpoints",
     "--exit-duration-in-mins": "the runs would stop at different iterations",
 }
-OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
+OUT_OF_MEMORY = (
+    *("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory"),
+    "Failed to CUDA calloc",  # NCCL's
+)
 RUNS = ("baseline", "other", "noise")  # the last with the next seed
 TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from the second on
 

@@ -275,7 +275,8 @@ def _value_and_slope(v, ACTIVATION: gl.constexpr):
     if NAME == "swiglu" or NAME == "silu" or NAME == "quick_geglu":
         SCALE: gl.constexpr = 1.702 if NAME == "quick_geglu" else 1.0
         s = _approximate("rcp", 1.0 + _approximate("ex2", v * (-1.4426950408889634 * SCALE)))
-        return v * s, s * (1.0 + SCALE * v * (1.0 - s))
+        value = v * s
+        return value, s + SCALE * value * (1.0 - s)
     return value_and_slope(v, ACTIVATION)
 
 
