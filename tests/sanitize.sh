@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Of the CUDA toolkit, or of `pip install nvidia-cuda-sanitizer-api`.
-PATH="$PATH:$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin"
+PATH="$PATH:$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/bin"
 if ! command -v compute-sanitizer; then
     echo "compute-sanitizer is missing: install the CUDA toolkit, or pip install" \
         "nvidia-cuda-sanitizer-api" >&2
@@ -32,5 +32,5 @@ tests=(
 (($#)) || set -- memcheck racecheck
 for tool in "$@"; do
     echo "== $tool"
-    compute-sanitizer --tool "$tool" "${options[@]}" python -m pytest -q "${tests[@]}"
+    compute-sanitizer --tool "$tool" "${options[@]}" python3 -m pytest -q "${tests[@]}"
 done

@@ -12,7 +12,13 @@ from importlib.util import find_spec
 import torch
 import triton
 
-from moeblaze_megatron import ACTIVATIONS, GATED, index_lists_from_topk, moeblaze_experts
+from moeblaze_megatron import (
+    ACTIVATIONS,
+    GATED,
+    Activation,
+    index_lists_from_topk,
+    moeblaze_experts,
+)
 from moeblaze_megatron.bench.shapes import DEVICE, Inputs, Shape
 from moeblaze_megatron.ops.experts import kernels_for
 from moeblaze_megatron.ops.reference import FUNCTIONS, activate
@@ -95,11 +101,11 @@ def _permuting(shape: Shape, linears: Callable) -> Layer:
     are two functions of the rows.
     """
 
-    @torch.compile(dynamic=False)
+    activation = Activation(shape.activation)
+
+    @torch.compile(dynamic=False, fullgraph=True)
     def weighted(fc1_output, probs):
-        return (activate(fc1_output.float(), shape.activation) * probs[:, None]).to(
-            fc1_output.dtype
-        )
+        return (activate(fc1_output.float(), activation) * probs[:, None]).to(fc1_output.dtype)
 
     def layer(inputs: Inputs) -> torch.Tensor:
         lists = index_lists_from_topk(inputs.topk_indices, shape.E)
