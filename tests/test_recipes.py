@@ -13,7 +13,7 @@ from moeblaze_megatron import estimate
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 # Parameters in billions, as their authors publish them.
 SIZES = {
-    "moe_1b": "1.09",
+    "moe_1b": "1.02",
     "mixtral_8x7b": "46.70",
     "qwen3_30b_a3b": "30.53",
     "gpt_oss_like": "20.91",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A mixture of experts of 1.1 B parameters, 0.34 B of them active, on one GPU in bf16 and byte tokens.
+# A mixture of experts of 1.0 B parameters, 0.34 B of them active, on one GPU in bf16 and byte tokens.
 # `python -m moeblaze_megatron.quickstart --data-only --text FILES` makes text into bytes, and then
 # DATA=runs/quickstart/data/train trains on them.
 #
@@ -11,7 +11,7 @@ set -euo pipefail
 GPUS=${GPUS:-1}
 NODES=${NODES:-1}
 FLAGS=(
-    --num-layers 20 --hidden-size 1024 --num-attention-heads 16
+    --num-layers 12 --hidden-size 1536 --num-attention-heads 12
     --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1024
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32
     --swiglu --disable-bias-linear --normalization RMSNorm
