@@ -5,7 +5,8 @@
 Each run is a fresh process under torchrun and the launcher, with the same data and seed; one more
 of the baseline with another seed shows how far two equal runs lie apart. Without a script and flags
 the quickstart's own small model trains on text that is on the machine. What is finished stays in
-the output folder and is not run again.
+the output folder and is not run again; with Megatron's `--save-interval` an interrupted run goes on
+from its last checkpoint.
 """
 
 import argparse
@@ -27,9 +28,12 @@ from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 # Flags that compare sets itself, or that would let the runs meet, and what to do about them.
 OWN_FLAGS = {
     "--moe-token-dispatcher-type": "the dispatchers are compare's --dispatchers",
-    "--save": "the runs would write over each other's checkpoints",
+    "--save": "the runs would write over each other's checkpoints; with --save-interval alone each "
+    "has its own",
     "--exit-duration-in-mins": "the runs would stop at different iterations",
 }
+# Flags for the checkpoint that a user names, which are not for a run's own.
+FIRST_START = ("--finetune", "--no-load-optim", "--no-load-rng")
 OUT_OF_MEMORY = (
     *("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory"),
     "Failed to CUDA calloc",  # NCCL's
@@ -150,11 +154,24 @@ def default_training(out: Path, iters: int) -> list[str]:
 
 
 def run(training: list[str], processes: int, folder: Path, show: Callable[[str], None]) -> None:
-    """Train in a fresh process, recording into the new `folder`; raises Failed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = [*launcher_command(processes), *training]
+    """Train in a fresh process, recording into `folder`, from its checkpoint on; raises Failed.
+
+    A folder without a checkpoint is emptied first.
+    """
+    checkpoint, mark = folder / "checkpoint", folder / "started.json"
+    flags = training
+    if (checkpoint / "latest_checkpointed_iteration.txt").exists():
+        same_run(mark, training)
+        for flag in FIRST_START:
+            flags = without(flags, flag)
+        flags = [*flags, "--load", str(checkpoint)]
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        mark.write_text(json.dumps(training))
+    command = [*launcher_command(processes), *flags]
     train(command, folder / "train.log", show, {"MOEBLAZE_RECORD": str(folder.resolve())})
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def progress(name: str, iters: int) -> Callable[[str], None]:
@@ -177,13 +194,14 @@ def progress(name: str, iters: int) -> Callable[[str], None]:
 
 def read(folder: Path) -> dict:
     """Steps and figures of a finished run."""
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    steps = list({step["iteration"]: step for step in lines}.values())  # some twice, if resumed
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     first = ranks[0]
     if len(steps) < 2:
         sys.exit(f"compare: {folder} has less than two iterations: nothing to time, train longer")
-    times = [step["ms"] for step in steps[TIMED_UNTIL:]] or [step["ms"] for step in steps[1:]]
-    seconds = statistics.median(times) / 1e3
+    timed = steps[TIMED_UNTIL:] if len(steps) > TIMED_UNTIL else steps[1:]
+    seconds = statistics.median(step["ms"] for step in timed if step["ms"] is not None) / 1e3
     peaks = [rank["peak_bytes"] for rank in ranks if rank["peak_bytes"]]
     held = next((rank for rank in ranks if rank["held_bytes_per_token"] is not None), first)
     rows = [rank["rows_per_dispatch"] for rank in ranks if rank["rows_per_dispatch"]]
@@ -203,17 +221,21 @@ def read(folder: Path) -> dict:
     }
 
 
+def same_run(mark: Path, training: list[str]) -> None:
+    """Exits where the flags in `mark` are others."""
+    if json.loads(mark.read_text()) != training:
+        sys.exit(
+            f"compare: {mark.parent} holds a run with other flags; name another folder with --out, "
+            "or delete it"
+        )
+
+
 def finished(folder: Path, training: list[str]) -> bool:
     """Whether `folder` holds this very run, complete; exits where it holds another."""
     mark = folder / "finished.json"
-    if not mark.exists():
-        return False
-    if json.loads(mark.read_text()) != training:
-        sys.exit(
-            f"compare: {folder} holds a run with other flags; name another folder with --out, or "
-            "delete it"
-        )
-    return True
+    if mark.exists():
+        same_run(mark, training)
+    return mark.exists()
 
 
 def gaps_between(losses: list[float], base: list[float]) -> list[float]:
@@ -343,6 +365,8 @@ def compare(arguments: argparse.Namespace) -> None:
         # Behind the flags given, so that these values hold.
         own = ["--moe-token-dispatcher-type", dispatcher, "--seed", str(number)]
         command = [*training, *own, "--log-interval", "1"]
+        if value_of(training, "--save-interval", 0):
+            command += ["--save", str(folder / "checkpoint")]
         if finished(folder, command):
             print(f"{name}: finished before, in {folder}", flush=True)
         else:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 import types
 from importlib.metadata import version
 
@@ -184,6 +187,39 @@ def test_runs_are_compared_and_resumed(plain_env, tmp_path):
 
     code, output = run(*command, "--train-iters", 11, env=env)
     assert code == 1 and "holds a run with other flags; name another folder" in output
+
+
+@needs_megatron_on_cpu
+def test_an_interrupted_run_goes_on_from_its_checkpoint(plain_env, tmp_path):
+    env = plain_env | {"CUDA_VISIBLE_DEVICES": ""}
+
+    def command(out, *flags):
+        words = ["-m", "moeblaze_megatron.compare", "--only", "other", "--out", tmp_path / out]
+        words += ["--", *TINY, "--train-iters", 120, "--save-interval", 40, *flags]
+        return [sys.executable, *map(str, words)]
+
+    def steps(out):
+        return compare.read(tmp_path / out / "moeblaze-seed1234")
+
+    folder = tmp_path / "cut" / "moeblaze-seed1234"
+    with subprocess.Popen(command("cut"), env=env, start_new_session=True) as process:
+        while not (folder / "checkpoint" / "latest_checkpointed_iteration.txt").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.returncode == 1 and not (folder / "finished.json").exists()
+    code, output = run(*command("cut", "--lr", "1e-2"), env=env)
+    assert code == 1 and "holds a run with other flags" in output
+    code, output = run(*command("cut"), env=env)
+    assert code == 0, output[-6000:]
+    iterations = [json.loads(line)["iteration"] for line in open(folder / "steps.jsonl")]
+    assert iterations.count(1) == 1 and iterations.count(120) == 1
+    assert (folder / "finished.json").exists() and not (folder / "checkpoint").exists()
+
+    code, output = run(*command("whole"), env=env)
+    assert code == 0, output[-6000:]
+    assert steps("cut")["iterations"] == list(range(1, 121))
+    assert steps("cut")["losses"] == steps("whole")["losses"]
 
 
 @needs_megatron_on_cpu
