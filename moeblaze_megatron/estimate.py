@@ -11,7 +11,6 @@ T tokens, K experts per token, E experts, H hidden size, F ffn hidden size of on
 import argparse
 import ast
 import difflib
-import re
 import sys
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags that the estimate reads; others of Megatron's may stand beside them."""
     flags = argparse.ArgumentParser(
         prog="python -m moeblaze_megatron.estimate",
+        usage="%(prog)s --processes N [Megatron's flags]",
         description="Estimate the memory of each GPU from Megatron's flags, for both dispatchers.",
         allow_abbrev=False,
     )
@@ -84,17 +84,30 @@ class Estimate:
         return fixed + self.moe[dispatcher] + self.transient[dispatcher]
 
 
+def evaluate(node: ast.expr) -> list[int] | int:
+    """The value of an expression of lists and numbers, of which + and * make lists."""
+    match node:
+        case ast.List(elements):
+            return [evaluate(element) for element in elements]
+        case ast.BinOp(left, ast.Add(), right):
+            return evaluate(left) + evaluate(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return evaluate(left) * evaluate(right)
+    return ast.literal_eval(node)
+
+
 def moe_layers(freq: str, layers: int) -> int:
     """How many of `layers` are MoE layers, as --moe-layer-freq says: N, or a list in Python."""
-    if freq.isdecimal():
-        return sum(i % int(freq) == 0 for i in range(layers))
-    pattern = []
-    for part in freq.replace(" ", "").strip("()").split("+"):  # "([0]*3+[1]*58)"
-        values, _, times = part.partition("*")
-        pattern += ast.literal_eval(values) * int(times or 1)
+    try:
+        pattern = evaluate(ast.parse(freq.strip(), mode="eval").body)  # "([0]*3+[1]*58)"
+        if isinstance(pattern, int) and pattern > 0:
+            return sum(i % pattern == 0 for i in range(layers))
+        number = sum(pattern)
+    except (SyntaxError, TypeError, ValueError):
+        sys.exit(f"estimate: --moe-layer-freq {freq} is neither a number nor a list of numbers")
     if len(pattern) != layers:
         sys.exit(f"estimate: --moe-layer-freq {freq} has {len(pattern)} layers, not {layers}")
-    return sum(pattern)
+    return number
 
 
 def check(flags: argparse.Namespace, others: list[str]) -> None:
@@ -111,8 +124,6 @@ def check(flags: argparse.Namespace, others: list[str]) -> None:
         wrong.append(f"--expert-model-parallel-size {ep} does not divide --num-experts {E}")
     if flags.moeblaze_recompute_fc1 and flags.activation_func_fp8_input_store:
         wrong.append("--moeblaze-recompute-fc1 keeps nothing for --activation-func-fp8-input-store")
-    if re.sub(r"[\[\]()\d+*, ]", "", flags.moe_layer_freq):
-        wrong.append(f"--moe-layer-freq {flags.moe_layer_freq} is neither a number nor a list")
     known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
     for word in (other.partition("=")[0] for other in others if other.startswith("--")):
         near = difflib.get_close_matches(word, known, 1, 0.9)
@@ -203,13 +214,14 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     T = flags.seq_length * flags.micro_batch_size // cp // tp  # tokens at a MoE layer
     in_flight = min(pp, max(1, flags.global_batch_size // (flags.micro_batch_size * dp)))
     batches = T * in_flight
-    rows = T * K
+    # Ranks of one expert-TP group have the same rows, those of all its tokens, and a slice of F.
+    rows = T * K * etp
     # With expert parallelism a token is received once by each rank that holds one of its experts.
-    received = ep * (1 - (1 - 1 / ep) ** K) if ep * etp > 1 else 0.0
+    received = etp * ep * (1 - (1 - 1 / ep) ** K) if ep * etp > 1 else 0.0
     fc1_size = {"moeblaze": 0.0 if flags.moeblaze_recompute_fc1 else size, "alltoall": size}
     if flags.activation_func_fp8_input_store:
         fc1_size = {"moeblaze": 33 / 32, "alltoall": 1.0}  # MXFP8: a scale for each 32
-    kept = kept_by_experts(K, H, F / etp, halves, size, received, fc1_size)
+    kept = kept_by_experts(K * etp, H, F / etp, halves, size, received, fc1_size)
     layer = LayerBytes(
         output=T * H * size,
         fc1_output=int(rows * halves * F / etp) * size,
@@ -222,10 +234,11 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         # Gradients of permuted x and fc1_output, of the output by row, and of the larger weight.
         "alltoall": float(2 * rows * H * size + layer.fc1_output + layer.fc1_weight),
     }
-    # Inputs of both norms, their outputs, and what attention's linears and kernel keep.
-    norms = 4 * H * size
-    other = batches * flags.num_layers / pp * (norms + heads * size / tp)
-    other += batches * dense / pp * (halves + 1) * ffn * size / tp
+    # Inputs of both norms, their outputs, and what attention's linears and kernel keep. Tensor
+    # parallelism splits norms by token, and the rest by head or column, which is as much.
+    attended = 4 * H * size + heads * size
+    other = batches * flags.num_layers / pp * attended
+    other += batches * dense / pp * (halves + 1) * ffn * size
     other += batches * sparse / pp * (halves + 1) * flags.moe_shared_expert_intermediate_size * size
     experts = {name: batches * sparse / pp * kept[name] for name in DISPATCHERS}
     if (
@@ -233,7 +246,7 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     ):  # the layers' inputs stay, and one layer is made again
         for name in DISPATCHERS:
             transient[name] += T * kept[name]
-        other = batches * flags.num_layers / pp * H * size + T * (norms + heads * size / tp)
+        other = batches * flags.num_layers / pp * H * size + T * attended
         experts = dict.fromkeys(DISPATCHERS, 0.0)
     logits = 0.0 if pp > 1 else flags.seq_length * flags.micro_batch_size / cp
     return Estimate(
@@ -257,6 +270,7 @@ def totals(words: list[str], processes: int) -> dict[str, float] | None:
     if not all(given.intersection(a.option_strings) for a in flags._actions if a.required):
         return None
     known, _ = flags.parse_known_args([*words, "--processes", str(processes)])
+    check(known, [])
     found = estimate(known)
     return {name: found.total(name) for name in DISPATCHERS}
 
