@@ -128,6 +128,11 @@ def test_dry_run_does_not_compare(path):
     assert code == 2 and "--dry-run starts nothing" in output
 
 
+def test_compare_names_its_dispatchers_itself(path):
+    code, output = run("moe_1b", "--compare", PATH=path, DISPATCHER="alltoall")
+    assert code == 2 and "leave DISPATCHER=alltoall out" in output and "--dispatchers" in output
+
+
 def test_compare_takes_the_recipe_with_its_options(tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
