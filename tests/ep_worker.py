@@ -573,15 +573,16 @@ def two_batches_in_flight(layout: Layout) -> None:
 @check(Layout(2, ep=2), "Megatron's router cannot view zero tokens, so from dispatch on")
 @check(Layout(4, ep=2, etp=2), "with expert TP")
 def rank_that_sends_nothing(layout: Layout) -> None:
-    """Rank 0 has no tokens, the others have; and then no rank has."""
+    """Rank 0 has no tokens, the others have; then no rank has; then rank 0's are all dropped."""
     import mcore_worker as m
 
     moe = m.layer(**layout.fields()).cuda()
-    for tokens in (S * (dist.get_rank() > 0), 0):
+    first = dist.get_rank() == 0
+    for tokens, dropped in ((0 if first else S, False), (0, False), (S, first)):
         hidden_states = torch.randn(tokens, B, m.H).cuda().requires_grad_()
         chosen = torch.rand(tokens * B, m.E).cuda().topk(2).indices
         routing_map = (
-            torch.zeros(tokens * B, m.E, dtype=torch.bool).cuda().scatter_(1, chosen, True)
+            torch.zeros(tokens * B, m.E, dtype=torch.bool).cuda().scatter_(1, chosen, not dropped)
         )
         probs = (torch.rand(tokens * B, m.E).cuda() * routing_map).requires_grad_()
         x, probs_in = moe.preprocess(hidden_states, probs, routing_map)
