@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from moeblaze_megatron import estimate, quickstart
+from moeblaze_megatron import command, estimate, quickstart
 from moeblaze_megatron.processes import ITERATION, Failed, launcher_command, train
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 
@@ -495,4 +495,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -21,7 +21,7 @@ import torch
 import triton
 from packaging.version import Version
 
-from moeblaze_megatron import aot, moeblaze_experts, patch
+from moeblaze_megatron import aot, command, moeblaze_experts, patch
 from moeblaze_megatron.__main__ import missing_packages
 from moeblaze_megatron.bench.shapes import DEVICE, SHAPES, Shape, inputs_for
 from moeblaze_megatron.mcore.install import TESTED_VERSIONS
@@ -247,4 +247,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -15,6 +15,7 @@ import re
 import sys
 from dataclasses import dataclass
 
+from moeblaze_megatron import command
 from moeblaze_megatron.ops.memory import LayerBytes
 
 GIB = 2**30
@@ -288,4 +289,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

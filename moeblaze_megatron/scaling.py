@@ -12,6 +12,8 @@ import argparse
 from dataclasses import dataclass
 from math import comb
 
+from moeblaze_megatron import command
+
 ELEMENT, PROB, ID = 2, 4, 2  # bytes: bf16 hidden states, fp32 probs, int16 expert ids
 NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second out of a GPU: NVLink 4, one 400 Gb/s port
 GPUS_PER_NODE = 8
@@ -110,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)
