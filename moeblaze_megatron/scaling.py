@@ -108,6 +108,8 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank (%(default)s)")
     tokens = parser.parse_args().tokens
+    if tokens < 1:
+        parser.error(f"--tokens is 1 or more, got {tokens}")
     print("\n\n".join("\n".join(table(model, tokens)) for model in MODELS))
 
 
