@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from moeblaze_megatron import estimate, quickstart
+from moeblaze_megatron import command, estimate, quickstart
 from moeblaze_megatron.processes import ITERATION, Failed, launcher_command, train
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 
@@ -513,6 +513,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         find_max_batch(arguments) if arguments.find_max_batch else compare(arguments)
+    except BrokenPipeError:  # nobody reads on
+        raise
     except (Failed, OSError) as failure:
         sys.exit(f"compare: {failure}")
     except KeyboardInterrupt:
@@ -526,4 +528,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

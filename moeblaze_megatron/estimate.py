@@ -14,6 +14,7 @@ import difflib
 import sys
 from dataclasses import dataclass
 
+from moeblaze_megatron import command
 from moeblaze_megatron.ops.memory import LayerBytes
 
 GIB = 2**30
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         flags.add_argument(f"--{name}", type=int, required=True)
     for name, default in (
-        *(("ffn-hidden-size", None), ("kv-channels", None), ("num-query-groups", None)),
+        *(("ffn-hidden-size", None), ("kv-channels", None), ("num-query-groups", 1)),
         *(("moe-router-topk", 2), ("moe-shared-expert-intermediate-size", 0), ("vocab-size", 0)),
         *(("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1)),
         *(("context-parallel-size", 1), ("expert-model-parallel-size", 1)),
@@ -84,30 +85,39 @@ class Estimate:
         return fixed + self.moe[dispatcher] + self.transient[dispatcher]
 
 
-def evaluate(node: ast.expr) -> list[int] | int:
-    """The value of an expression of lists and numbers, of which + and * make lists."""
+def _pattern(node: ast.AST) -> list[int]:
+    """What an expression of lists of numbers, + and * makes; raises ValueError."""
     match node:
-        case ast.List(elements):
-            return [evaluate(element) for element in elements]
+        case ast.List(elts):
+            values = [getattr(element, "value", None) for element in elts]
+            if all(type(value) is int for value in values):
+                return values
         case ast.BinOp(left, ast.Add(), right):
-            return evaluate(left) + evaluate(right)
-        case ast.BinOp(left, ast.Mult(), right):
-            return evaluate(left) * evaluate(right)
-    return ast.literal_eval(node)
+            return _pattern(left) + _pattern(right)
+        case ast.BinOp(ast.Constant(int(times)), ast.Mult(), part):
+            return times * _pattern(part)
+        case ast.BinOp(part, ast.Mult(), ast.Constant(int(times))):
+            return times * _pattern(part)
+    raise ValueError(ast.unparse(node))
 
 
 def moe_layers(freq: str, layers: int) -> int:
-    """How many of `layers` are MoE layers, as --moe-layer-freq says: N, or a list in Python."""
+    """How many of `layers` are MoE layers, as --moe-layer-freq says: N, or a list in Python.
+
+    Raises:
+        ValueError: it says neither, or is a list of another length.
+    """
+    if freq.isdecimal() and int(freq):
+        return sum(i % int(freq) == 0 for i in range(layers))
     try:
-        pattern = evaluate(ast.parse(freq.strip(), mode="eval").body)  # "([0]*3+[1]*58)"
-        if isinstance(pattern, int) and pattern > 0:
-            return sum(i % pattern == 0 for i in range(layers))
-        number = sum(pattern)
-    except (SyntaxError, TypeError, ValueError):
-        sys.exit(f"estimate: --moe-layer-freq {freq} is neither a number nor a list of numbers")
+        pattern = _pattern(ast.parse(freq.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            f"--moe-layer-freq {freq} is neither a number above 0 nor a list as ([0]*3+[1]*58)"
+        ) from None
     if len(pattern) != layers:
-        sys.exit(f"estimate: --moe-layer-freq {freq} has {len(pattern)} layers, not {layers}")
-    return number
+        raise ValueError(f"--moe-layer-freq {freq} has {len(pattern)} layers, not {layers}")
+    return sum(pattern)
 
 
 def check(flags: argparse.Namespace, others: list[str]) -> None:
@@ -124,6 +134,10 @@ def check(flags: argparse.Namespace, others: list[str]) -> None:
         wrong.append(f"--expert-model-parallel-size {ep} does not divide --num-experts {E}")
     if flags.moeblaze_recompute_fc1 and flags.activation_func_fp8_input_store:
         wrong.append("--moeblaze-recompute-fc1 keeps nothing for --activation-func-fp8-input-store")
+    try:
+        moe_layers(flags.moe_layer_freq, flags.num_layers)
+    except ValueError as error:
+        wrong.append(str(error))
     known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
     for word in (other.partition("=")[0] for other in others if other.startswith("--")):
         near = difflib.get_close_matches(word, known, 1, 0.9)
@@ -196,7 +210,8 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         heads = 2 * query + 2 * groups * head
     sparse = moe_layers(flags.moe_layer_freq, flags.num_layers)
     dense = flags.num_layers - sparse
-    ffn = flags.ffn_hidden_size or 4 * H
+    # Megatron's own sizes where none is given.
+    ffn = flags.ffn_hidden_size or (8 * H // 3 // 64 * 64 if flags.swiglu else 4 * H)
     expert = (halves + 1) * H * F + biases * (halves * F + H)
     shared = (halves + 1) * H * flags.moe_shared_expert_intermediate_size + H * E
     embeddings = H * flags.vocab_size * (2 if flags.untie_embeddings_and_output_weights else 1)
@@ -302,4 +317,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

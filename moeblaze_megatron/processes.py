@@ -95,7 +95,7 @@ def train(
                 file.write(line)
                 lines.append(line)
                 show(line)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OSError):  # the latter of `log`, or of what `show` prints to
             process.terminate()
             process.communicate()  # torchrun ends its workers first
             raise

@@ -215,9 +215,9 @@ def test_moe_layers_of_a_model():
     assert estimate.moe_layers("1", 5) == 5
     assert estimate.moe_layers("2", 5) == 3
     assert estimate.moe_layers("([0]*3+[1]*58)", 61) == 58
-    assert estimate.moe_layers("([1]*3+[0]*2)*2", 10) == 6
-    assert estimate.moe_layers("2*([1, 0])", 4) == 2
-    with pytest.raises(SystemExit, match="has 61 layers, not 60"):
+    assert estimate.moe_layers("([1]*3+[0]*1)*3", 12) == 9, "an example of Megatron's help"
+    assert estimate.moe_layers("2*[0, 1]", 4) == 2
+    with pytest.raises(ValueError, match="has 61 layers, not 60"):
         estimate.moe_layers("([0]*3+[1]*58)", 60)
 
 
@@ -241,9 +241,11 @@ MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts
         ("--expert-model-paralel-size 8", "did you mean --expert-model-parallel-size?"),
         ("--expert-model-parallel-size 3 --processes 3", "3 does not divide --num-experts 8"),
         ("--moe-router-topk 9 --num-layers -2", "--num-layers -2 is not positive; --moe-router-"),
-        ("--moe-layer-freq abc", "--moe-layer-freq abc is neither"),
-        ("--moe-layer-freq ([0]*3", "--moe-layer-freq ([0]*3 is neither"),
-        ("--moe-layer-freq 0", "--moe-layer-freq 0 is neither"),
+        *(
+            (f"--moe-layer-freq {freq}", f"--moe-layer-freq {freq} is neither")
+            for freq in ("abc", "0", "[1,0", "3+1", "[1,[0]]", "[1]*[2]", "[1,-1]")
+        ),
+        ("--moe-layer-freq [1] --num-layers -2", "--num-layers -2 is not positive; --moe-layer-fr"),
         ("--num-layres 3", "--num-layres is not known; did you mean --num-layers?"),
         ("-- --num-layers -2", "--num-layers -2 is not positive"),
         ("--moeblaze-recompute-fc1 --activation-func-fp8-input-store", "keeps nothing for"),
@@ -262,6 +264,18 @@ def test_biases_and_quick_geglu_are_counted():
     biased, _ = estimate.parser().parse_known_args([*words, "--quick-geglu"])
     more = estimate.estimate(biased).parameters - estimate.estimate(plain).parameters
     assert more == 2 * (8 * (2 * 32 + 64) + 3 * 64 + 64)
+
+
+def test_sizes_that_are_left_out_are_megatrons():
+    def parameters(*words):
+        flags, _ = estimate.parser().parse_known_args([*MODEL, *words])
+        return estimate.estimate(flags).parameters
+
+    grouped = ("--group-query-attention", "--num-query-groups")
+    assert parameters(*grouped[:1]) == parameters(*grouped, "1") < parameters(*grouped, "2")
+    # With SwiGLU, two thirds of 4H in whole 64s.
+    dense = ("--moe-layer-freq", "[0,1]")
+    assert parameters(*dense) == parameters(*dense, "--ffn-hidden-size", "128")
 
 
 def test_fp8_store_keeps_half():
