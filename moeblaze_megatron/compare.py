@@ -34,8 +34,12 @@ OWN_FLAGS = {
 }
 # Flags for the checkpoint that a user names, which are not for a run's own.
 FIRST_START = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
-# Flags that leave out of a checkpoint what a run goes on from.
-INCOMPLETE = ("--no-save-optim", "--no-save-rng")
+# Flags that leave out of a checkpoint what an interrupted run goes on from.
+INCOMPLETE = dict.fromkeys(
+    ("--no-save-optim", "--no-save-rng"),
+    "with --save-interval an interrupted run goes on from its checkpoint, which has to hold all of "
+    "it",
+)
 OUT_OF_MEMORY = (
     *("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory"),
     "Failed to CUDA calloc",  # NCCL's
@@ -108,13 +112,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
                 "quickstart's model"
             )
     given = {word.partition("=")[0] for word in arguments.training}
-    if wrong := [f"{flag}: {why}" for flag, why in OWN_FLAGS.items() if flag in given]:
+    refused = OWN_FLAGS | (INCOMPLETE if saves(arguments.training) else {})
+    if wrong := [f"{flag}: {why}" for flag, why in refused.items() if flag in given]:
         parser.error("leave out " + "; ".join(wrong))
-    if value_of(arguments.training, "--save-interval", 0) and (left := given & set(INCOMPLETE)):
-        parser.error(
-            f"leave out {', '.join(sorted(left))}: with --save-interval an interrupted run goes on "
-            "from its checkpoint, which has to hold all of it"
-        )
     if arguments.processes < 1:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
     if arguments.find_max_batch and arguments.only:
@@ -141,6 +141,11 @@ def value_of(training: list[str], flag: str, default: int) -> int:
         sys.exit(f"compare: {flag} needs a number, got {given[-1] or 'nothing'}")
 
 
+def saves(training: list[str]) -> bool:
+    """Whether runs save, each in its own folder."""
+    return value_of(training, "--save-interval", 0) != 0
+
+
 def without(training: list[str], flag: str) -> list[str]:
     """The command line without `flag` and its values."""
     kept, skip = [], False
@@ -163,13 +168,7 @@ def default_training(out: Path, iters: int) -> list[str]:
     return quickstart.training_flags(sizes, data, iters)
 
 
-def run(
-    training: list[str],
-    processes: int,
-    folder: Path,
-    show: Callable[[str], None],
-    save: bool = False,
-) -> None:
+def run(training: list[str], processes: int, folder: Path, show: Callable[[str], None]) -> None:
     """Train in a fresh process, recording into `folder`, from its checkpoint on; raises Failed.
 
     A folder without a checkpoint is emptied first.
@@ -186,7 +185,7 @@ def run(
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         write_mark(mark, training, processes)
-    if save:
+    if saves(training):
         flags = [*flags, "--save", str(checkpoint)]
     command = [*launcher_command(processes), *flags]
     train(command, folder / "train.log", show, {"MOEBLAZE_RECORD": str(folder.resolve())})
@@ -382,7 +381,6 @@ def compare(arguments: argparse.Namespace) -> None:
     training = arguments.training or default_training(out, arguments.iters)
     seed = value_of(training, "--seed", 1234)
     iters = value_of(training, "--train-iters", 0)
-    save = value_of(training, "--save-interval", 0) != 0
     runs = {
         baseline: (baseline, seed),
         other: (other, seed),
@@ -400,7 +398,7 @@ def compare(arguments: argparse.Namespace) -> None:
             print(f"{name}: finished before, in {folder}", flush=True)
         else:
             print(f"{name}: training, all output in {folder / 'train.log'}", flush=True)
-            run(command, arguments.processes, folder, progress(name, iters), save)
+            run(command, arguments.processes, folder, progress(name, iters))
             write_mark(folder / "finished.json", command, arguments.processes)
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
         estimated = (estimate.totals(command, arguments.processes) or {}).get(dispatcher)
@@ -469,10 +467,11 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
         )
     training = arguments.training or default_training(arguments.out, TRY_ITERATIONS)
     starts = [likely(training, name, arguments.processes) for name in arguments.dispatchers]
-    # The global batch follows the micro-batch then, one for each data-parallel rank.
+    # The global batch follows the micro-batch then, one for each data-parallel rank; tries save
+    # nothing.
     for flag in (
         *("--micro-batch-size", "--global-batch-size", "--rampup-batch-size", "--train-samples"),
-        *("--lr-warmup-samples", "--lr-decay-samples", "--lr-warmup-fraction"),
+        *("--lr-warmup-samples", "--lr-decay-samples", "--lr-warmup-fraction", "--save-interval"),
     ):
         training = without(training, flag)
     found, versions = {}, {}

@@ -93,7 +93,7 @@ def test_marks_of_runs_are_checked(tmp_path):
 
 
 def test_checkpoints_outlast_what_fails_before_the_end(monkeypatch, tmp_path):
-    def run(training, processes, folder, show, save):
+    def run(training, processes, folder, show):
         (folder / "checkpoint").mkdir(parents=True)
 
     def no_space(*arguments):

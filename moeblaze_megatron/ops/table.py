@@ -279,30 +279,26 @@ def use(path: str | os.PathLike | None) -> None:
         _tables(_gpus_of_device(torch.device("cuda")))
 
 
-def _users_path() -> Path | None:
-    path = _named or os.environ.get(VARIABLE)
-    return Path(path) if path else None
-
-
 @lru_cache
 def _tables(gpus: tuple[str, ...]) -> list[tuple[Path, Table]]:
     """The user's, if there is one, and the package's."""
     shipped = SHIPPED, load(SHIPPED)
-    path = _users_path()
-    if not path:
+    named = _named or os.environ.get(VARIABLE)
+    if not named:
         return [shipped]
+    path = Path(named)
     table = load(path)
     found = [(path, table), shipped]
     gpu = gpus[0]
     if gpu.startswith("sm_"):  # compiling for a GPU that is not there
         return found
-    named = {key.gpu for key in table}
-    about = f"kernel table {path} is for {', '.join(sorted(named)) or 'no GPU'}"
+    served = {key.gpu for key in table}
+    about = f"kernel table {path} is for {', '.join(sorted(served)) or 'no GPU'}"
     if gpu == "any":
-        if gpu not in named:
+        if gpu not in served:
             warnings.warn(f"{about}; on this CPU it is not used", stacklevel=1)
         return found
-    if not named & set(gpus):
+    if not served & set(gpus):
         raise ValueError(
             f"{about}, not for this {gpu}: run `python -m moeblaze_megatron.tune` here, or leave "
             "the table out"
