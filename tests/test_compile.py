@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
+from packaging.version import Version
 
 from moeblaze_megatron.aot import MAX_SHARED, Resources, as_table
 
@@ -60,7 +62,10 @@ def test_every_kernel_is_compiled(compiled):
 def test_no_spills_in_bf16_on_sm_90(compiled):
     """But for two registers of a thread beside a bias, with the compiler of Triton 3.8."""
     rows = compiled(90, "bfloat16")
-    spilling = [row for row in rows if row.spilled > (8 if "bias" in row.variant.split() else 0)]
+    beside_bias = 8 if Version(triton.__version__) >= Version("3.8") else 0
+    spilling = [
+        row for row in rows if row.spilled > (beside_bias if "bias" in row.variant.split() else 0)
+    ]
     assert not spilling, "\n" + as_table(spilling)
 
 
