@@ -32,6 +32,6 @@ setup(
         "moeblaze_megatron.ops": ["configurations.json"],
         "moeblaze_megatron.patches": ["*.patch", "README.md"],
     },
-    install_requires=["torch>=2.10", "triton>=3.6"],
+    install_requires=["torch>=2.10", "triton>=3.6", "packaging"],
     extras_require={"megatron": MEGATRON, "plots": PLOTS, "test": TEST},
 )

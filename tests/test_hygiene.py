@@ -70,6 +70,15 @@ def test_imports_without_megatron(plain_env):
     subprocess.run([sys.executable, "-c", code], check=True, env=plain_env, cwd=ROOT)
 
 
+def test_what_the_operator_imports_is_installed_with_it():
+    (line,) = re.findall(r"install_requires=(\[.*\])", (ROOT / "setup.py").read_text())
+    declared = {re.match(r"[\w-]+", requirement)[0] for requirement in ast.literal_eval(line)}
+    for path in (PACKAGE / "ops").rglob("*.py"):
+        found = {name.split(".")[0] for name in imported_modules(path)}
+        missing = found - sys.stdlib_module_names - declared - {"moeblaze_megatron"}
+        assert not missing, f"{path.relative_to(ROOT)} imports {sorted(missing)}"
+
+
 def test_operator_example_learns(plain_env):
     command = [sys.executable, "examples/moe_operator.py"]
     result = subprocess.run(
