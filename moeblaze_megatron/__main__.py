@@ -115,13 +115,17 @@ def main() -> None:
 
         recorder = record(pathlib.Path(folder))
     sys.argv = [script or "pretrain_gpt.py", *arguments]
-    if script:
-        runpy.run_path(script, run_name="__main__")
-    else:
-        check_own_script()
-        from moeblaze_megatron import pretrain_gpt
+    try:
+        if script:
+            runpy.run_path(script, run_name="__main__")
+        else:
+            check_own_script()
+            from moeblaze_megatron import pretrain_gpt
 
-        pretrain_gpt.main()
+            pretrain_gpt.main()
+    except SystemExit as end:
+        if end.code:
+            raise  # else training is over, as with Megatron's --exit-interval
     if recorder:
         recorder.finish()
     if "--moeblaze-report-rows" in arguments:

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from moeblaze_megatron import command
 from moeblaze_megatron.ops import experts, kernels, launch, table
 from moeblaze_megatron.ops.activation import ACTIVATIONS, Activation
 
@@ -239,4 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

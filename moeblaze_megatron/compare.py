@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from moeblaze_megatron import estimate, quickstart
+from moeblaze_megatron import command, estimate, quickstart
 from moeblaze_megatron.processes import ITERATION, Failed, launcher_command, train
 from moeblaze_megatron.record import PHASES, TIMED_UNTIL
 
@@ -33,7 +33,9 @@ OWN_FLAGS = {
     "--exit-duration-in-mins": "the runs would stop at different iterations",
 }
 # Flags for the checkpoint that a user names, which are not for a run's own.
-FIRST_START = ("--finetune", "--no-load-optim", "--no-load-rng")
+FIRST_START = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+# Flags that leave out of a checkpoint what a run goes on from.
+INCOMPLETE = ("--no-save-optim", "--no-save-rng")
 OUT_OF_MEMORY = (
     *("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory"),
     "Failed to CUDA calloc",  # NCCL's
@@ -108,6 +110,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     given = {word.partition("=")[0] for word in arguments.training}
     if wrong := [f"{flag}: {why}" for flag, why in OWN_FLAGS.items() if flag in given]:
         parser.error("leave out " + "; ".join(wrong))
+    if value_of(arguments.training, "--save-interval", 0) and (left := given & set(INCOMPLETE)):
+        parser.error(
+            f"leave out {', '.join(sorted(left))}: with --save-interval an interrupted run goes on "
+            "from its checkpoint, which has to hold all of it"
+        )
     if arguments.processes < 1:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
     if arguments.find_max_batch and arguments.only:
@@ -123,12 +130,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def value_of(training: list[str], flag: str, default: int) -> int:
     """The number that `flag` has in a command line, the last one as in argparse."""
-    for i, word in reversed(list(enumerate(training))):
-        if word == flag:
-            return int(training[i + 1])
-        if word.startswith(f"{flag}="):
-            return int(word.partition("=")[2])
-    return default
+    given = [
+        word.partition("=")[2] if "=" in word else following
+        for word, following in zip(training, [*training[1:], ""], strict=False)
+        if word.partition("=")[0] == flag
+    ]
+    try:
+        return int(given[-1]) if given else default
+    except ValueError:
+        sys.exit(f"compare: {flag} needs a number, got {given[-1] or 'nothing'}")
 
 
 def without(training: list[str], flag: str) -> list[str]:
@@ -153,7 +163,13 @@ def default_training(out: Path, iters: int) -> list[str]:
     return quickstart.training_flags(sizes, data, iters)
 
 
-def run(training: list[str], processes: int, folder: Path, show: Callable[[str], None]) -> None:
+def run(
+    training: list[str],
+    processes: int,
+    folder: Path,
+    show: Callable[[str], None],
+    save: bool = False,
+) -> None:
     """Train in a fresh process, recording into `folder`, from its checkpoint on; raises Failed.
 
     A folder without a checkpoint is emptied first.
@@ -161,17 +177,19 @@ def run(training: list[str], processes: int, folder: Path, show: Callable[[str],
     checkpoint, mark = folder / "checkpoint", folder / "started.json"
     flags = training
     if (checkpoint / "latest_checkpointed_iteration.txt").exists():
-        same_run(mark, training)
+        same_run(mark, training, processes)
         for flag in FIRST_START:
             flags = without(flags, flag)
         flags = [*flags, "--load", str(checkpoint)]
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        mark.write_text(json.dumps(training))
+        write_mark(mark, training, processes)
+    if save:
+        flags = [*flags, "--save", str(checkpoint)]
     command = [*launcher_command(processes), *flags]
     train(command, folder / "train.log", show, {"MOEBLAZE_RECORD": str(folder.resolve())})
-    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def progress(name: str, iters: int) -> Callable[[str], None]:
@@ -194,7 +212,8 @@ def progress(name: str, iters: int) -> Callable[[str], None]:
 
 def read(folder: Path) -> dict:
     """Steps and figures of a finished run."""
-    lines = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    path = folder / "steps.jsonl"
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     steps = list({step["iteration"]: step for step in lines}.values())  # some twice, if resumed
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     first = ranks[0]
@@ -221,20 +240,31 @@ def read(folder: Path) -> dict:
     }
 
 
-def same_run(mark: Path, training: list[str]) -> None:
-    """Exits where the flags in `mark` are others."""
-    if json.loads(mark.read_text()) != training:
+def write_mark(mark: Path, training: list[str], processes: int) -> None:
+    """Writes down what runs in the folder of `mark`, whole or not at all."""
+    unfinished = mark.with_suffix(".part")
+    unfinished.write_text(json.dumps({"processes": processes, "flags": training}))
+    unfinished.replace(mark)
+
+
+def same_run(mark: Path, training: list[str], processes: int) -> None:
+    """Exits where `mark` is of another run, or of none."""
+    try:
+        found = json.loads(mark.read_text())
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"compare: cannot tell which run {mark.parent} holds ({error}); delete it")
+    if found != {"processes": processes, "flags": training}:
         sys.exit(
-            f"compare: {mark.parent} holds a run with other flags; name another folder with --out, "
-            "or delete it"
+            f"compare: {mark.parent} holds a run with other flags or --processes; name another "
+            "folder with --out, or delete it"
         )
 
 
-def finished(folder: Path, training: list[str]) -> bool:
+def finished(folder: Path, training: list[str], processes: int) -> bool:
     """Whether `folder` holds this very run, complete; exits where it holds another."""
     mark = folder / "finished.json"
     if mark.exists():
-        same_run(mark, training)
+        same_run(mark, training, processes)
     return mark.exists()
 
 
@@ -352,6 +382,7 @@ def compare(arguments: argparse.Namespace) -> None:
     training = arguments.training or default_training(out, arguments.iters)
     seed = value_of(training, "--seed", 1234)
     iters = value_of(training, "--train-iters", 0)
+    save = value_of(training, "--save-interval", 0) != 0
     runs = {
         baseline: (baseline, seed),
         other: (other, seed),
@@ -365,14 +396,13 @@ def compare(arguments: argparse.Namespace) -> None:
         # Behind the flags given, so that these values hold.
         own = ["--moe-token-dispatcher-type", dispatcher, "--seed", str(number)]
         command = [*training, *own, "--log-interval", "1"]
-        if value_of(training, "--save-interval", 0):
-            command += ["--save", str(folder / "checkpoint")]
-        if finished(folder, command):
+        if finished(folder, command, arguments.processes):
             print(f"{name}: finished before, in {folder}", flush=True)
         else:
             print(f"{name}: training, all output in {folder / 'train.log'}", flush=True)
-            run(command, arguments.processes, folder, progress(name, iters))
-            (folder / "finished.json").write_text(json.dumps(command))
+            run(command, arguments.processes, folder, progress(name, iters), save)
+            write_mark(folder / "finished.json", command, arguments.processes)
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
         estimated = (estimate.totals(command, arguments.processes) or {}).get(dispatcher)
         report["runs"][name] = read(folder) | {"estimated_bytes": estimated}
     if len(report["runs"]) < len(runs):
@@ -418,12 +448,13 @@ def largest(fits: Callable[[int], bool], start: int, step: int) -> int:
 
 def likely(training: list[str], dispatcher: str, processes: int) -> int:
     """The micro-batch whose estimate fills the GPU; the flags' own where there is no estimate."""
-    sizes = [
-        (estimate.totals([*training, "--micro-batch-size", str(batch)], processes) or {}).get(
-            dispatcher
-        )
-        for batch in (1, 2)
-    ]
+
+    def estimated(batch: int) -> float | None:
+        # One micro-batch in an iteration, as in the tries.
+        sizes = ["--micro-batch-size", str(batch), "--global-batch-size", str(batch)]
+        return (estimate.totals([*training, *sizes], processes) or {}).get(dispatcher)
+
+    sizes = [estimated(1), estimated(2)]
     if None in sizes:
         return value_of(training, "--micro-batch-size", 1)
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -452,7 +483,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             own = ["--moe-token-dispatcher-type", dispatcher, "--micro-batch-size", str(batch)]
             own += ["--train-iters", str(TRY_ITERATIONS), "--lr-warmup-iters", "0"]
             command = [*training, *own, "--eval-iters", "0", "--log-interval", "1"]
-            if finished(folder, command):
+            if finished(folder, command, arguments.processes):
                 result = (folder / "fits").exists()
             else:
                 try:
@@ -463,7 +494,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
                     if not any(words in failure.output for words in OUT_OF_MEMORY):
                         raise
                     result = False
-                (folder / "finished.json").write_text(json.dumps(command))
+                write_mark(folder / "finished.json", command, arguments.processes)
             if result:
                 versions.update(json.loads((folder / "rank0.json").read_text())["versions"])
             outcome = "fits" if result else "out of memory"
@@ -482,7 +513,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         find_max_batch(arguments) if arguments.find_max_batch else compare(arguments)
-    except Failed as failure:
+    except BrokenPipeError:  # nobody reads on
+        raise
+    except (Failed, OSError) as failure:
         sys.exit(f"compare: {failure}")
     except KeyboardInterrupt:
         sys.exit(
@@ -495,4 +528,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 import triton
 from packaging.version import Version
 
-from moeblaze_megatron import aot, moeblaze_experts, patch
+from moeblaze_megatron import aot, command, moeblaze_experts, patch
 from moeblaze_megatron.__main__ import missing_packages
 from moeblaze_megatron.bench.shapes import DEVICE, SHAPES, Shape, inputs_for
 from moeblaze_megatron.mcore.install import TESTED_VERSIONS
@@ -117,10 +118,14 @@ def kernel_table() -> Finding:
     """Whether the user's kernel configurations can be used here, if there are any."""
     path = os.environ.get(table.VARIABLE)
     try:
-        table.use(None)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            table.use(None)
     except ValueError as error:
         advice = f"make it anew with python -m moeblaze_megatron.tune, or unset {table.VARIABLE}"
         return Finding("kernel table", str(error), advice, failed=True)
+    if said:  # without a GPU it may be of no use
+        path = "; ".join(str(warning.message) for warning in said)
     return Finding("kernel table", path or "the package's own")
 
 
@@ -247,4 +252,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

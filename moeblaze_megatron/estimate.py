@@ -11,10 +11,10 @@ T tokens, K experts per token, E experts, H hidden size, F ffn hidden size of on
 import argparse
 import ast
 import difflib
-import re
 import sys
 from dataclasses import dataclass
 
+from moeblaze_megatron import command
 from moeblaze_megatron.ops.memory import LayerBytes
 
 GIB = 2**30
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags that the estimate reads; others of Megatron's may stand beside them."""
     flags = argparse.ArgumentParser(
         prog="python -m moeblaze_megatron.estimate",
+        usage="%(prog)s --processes N [Megatron's flags]",
         description="Estimate the memory of each GPU from Megatron's flags, for both dispatchers.",
         allow_abbrev=False,
     )
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         flags.add_argument(f"--{name}", type=int, required=True)
     for name, default in (
-        *(("ffn-hidden-size", None), ("kv-channels", None), ("num-query-groups", None)),
+        *(("ffn-hidden-size", None), ("kv-channels", None), ("num-query-groups", 1)),
         *(("moe-router-topk", 2), ("moe-shared-expert-intermediate-size", 0), ("vocab-size", 0)),
         *(("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1)),
         *(("context-parallel-size", 1), ("expert-model-parallel-size", 1)),
@@ -84,16 +85,38 @@ class Estimate:
         return fixed + self.moe[dispatcher] + self.transient[dispatcher]
 
 
+def _pattern(node: ast.AST) -> list[int]:
+    """What an expression of lists of numbers, + and * makes; raises ValueError."""
+    match node:
+        case ast.List(elts):
+            values = [getattr(element, "value", None) for element in elts]
+            if all(type(value) is int for value in values):
+                return values
+        case ast.BinOp(left, ast.Add(), right):
+            return _pattern(left) + _pattern(right)
+        case ast.BinOp(ast.Constant(int(times)), ast.Mult(), part):
+            return times * _pattern(part)
+        case ast.BinOp(part, ast.Mult(), ast.Constant(int(times))):
+            return times * _pattern(part)
+    raise ValueError(ast.unparse(node))
+
+
 def moe_layers(freq: str, layers: int) -> int:
-    """How many of `layers` are MoE layers, as --moe-layer-freq says: N, or a list in Python."""
-    if freq.isdecimal():
+    """How many of `layers` are MoE layers, as --moe-layer-freq says: N, or a list in Python.
+
+    Raises:
+        ValueError: it says neither, or is a list of another length.
+    """
+    if freq.isdecimal() and int(freq):
         return sum(i % int(freq) == 0 for i in range(layers))
-    pattern = []
-    for part in freq.replace(" ", "").strip("()").split("+"):  # "([0]*3+[1]*58)"
-        values, _, times = part.partition("*")
-        pattern += ast.literal_eval(values) * int(times or 1)
+    try:
+        pattern = _pattern(ast.parse(freq.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            f"--moe-layer-freq {freq} is neither a number above 0 nor a list as ([0]*3+[1]*58)"
+        ) from None
     if len(pattern) != layers:
-        sys.exit(f"estimate: --moe-layer-freq {freq} has {len(pattern)} layers, not {layers}")
+        raise ValueError(f"--moe-layer-freq {freq} has {len(pattern)} layers, not {layers}")
     return sum(pattern)
 
 
@@ -111,8 +134,10 @@ def check(flags: argparse.Namespace, others: list[str]) -> None:
         wrong.append(f"--expert-model-parallel-size {ep} does not divide --num-experts {E}")
     if flags.moeblaze_recompute_fc1 and flags.activation_func_fp8_input_store:
         wrong.append("--moeblaze-recompute-fc1 keeps nothing for --activation-func-fp8-input-store")
-    if re.sub(r"[\[\]()\d+*, ]", "", flags.moe_layer_freq):
-        wrong.append(f"--moe-layer-freq {flags.moe_layer_freq} is neither a number nor a list")
+    try:
+        moe_layers(flags.moe_layer_freq, flags.num_layers)
+    except ValueError as error:
+        wrong.append(str(error))
     known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
     for word in (other.partition("=")[0] for other in others if other.startswith("--")):
         near = difflib.get_close_matches(word, known, 1, 0.9)
@@ -185,7 +210,8 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         heads = 2 * query + 2 * groups * head
     sparse = moe_layers(flags.moe_layer_freq, flags.num_layers)
     dense = flags.num_layers - sparse
-    ffn = flags.ffn_hidden_size or 4 * H
+    # Megatron's own sizes where none is given.
+    ffn = flags.ffn_hidden_size or (8 * H // 3 // 64 * 64 if flags.swiglu else 4 * H)
     expert = (halves + 1) * H * F + biases * (halves * F + H)
     shared = (halves + 1) * H * flags.moe_shared_expert_intermediate_size + H * E
     embeddings = H * flags.vocab_size * (2 if flags.untie_embeddings_and_output_weights else 1)
@@ -203,13 +229,14 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     T = flags.seq_length * flags.micro_batch_size // cp // tp  # tokens at a MoE layer
     in_flight = min(pp, max(1, flags.global_batch_size // (flags.micro_batch_size * dp)))
     batches = T * in_flight
-    rows = T * K
+    # Ranks of one expert-TP group have the same rows, those of all its tokens, and a slice of F.
+    rows = T * K * etp
     # With expert parallelism a token is received once by each rank that holds one of its experts.
-    received = ep * (1 - (1 - 1 / ep) ** K) if ep * etp > 1 else 0.0
+    received = etp * ep * (1 - (1 - 1 / ep) ** K) if ep * etp > 1 else 0.0
     fc1_size = {"moeblaze": 0.0 if flags.moeblaze_recompute_fc1 else size, "alltoall": size}
     if flags.activation_func_fp8_input_store:
         fc1_size = {"moeblaze": 33 / 32, "alltoall": 1.0}  # MXFP8: a scale for each 32
-    kept = kept_by_experts(K, H, F / etp, halves, size, received, fc1_size)
+    kept = kept_by_experts(K * etp, H, F / etp, halves, size, received, fc1_size)
     layer = LayerBytes(
         output=T * H * size,
         fc1_output=int(rows * halves * F / etp) * size,
@@ -222,10 +249,11 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         # Gradients of permuted x and fc1_output, of the output by row, and of the larger weight.
         "alltoall": float(2 * rows * H * size + layer.fc1_output + layer.fc1_weight),
     }
-    # Inputs of both norms, their outputs, and what attention's linears and kernel keep.
-    norms = 4 * H * size
-    other = batches * flags.num_layers / pp * (norms + heads * size / tp)
-    other += batches * dense / pp * (halves + 1) * ffn * size / tp
+    # Inputs of both norms, their outputs, and what attention's linears and kernel keep. Tensor
+    # parallelism splits norms by token, and the rest by head or column, which is as much.
+    attended = 4 * H * size + heads * size
+    other = batches * flags.num_layers / pp * attended
+    other += batches * dense / pp * (halves + 1) * ffn * size
     other += batches * sparse / pp * (halves + 1) * flags.moe_shared_expert_intermediate_size * size
     experts = {name: batches * sparse / pp * kept[name] for name in DISPATCHERS}
     if (
@@ -233,7 +261,7 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     ):  # the layers' inputs stay, and one layer is made again
         for name in DISPATCHERS:
             transient[name] += T * kept[name]
-        other = batches * flags.num_layers / pp * H * size + T * (norms + heads * size / tp)
+        other = batches * flags.num_layers / pp * H * size + T * attended
         experts = dict.fromkeys(DISPATCHERS, 0.0)
     logits = 0.0 if pp > 1 else flags.seq_length * flags.micro_batch_size / cp
     return Estimate(
@@ -257,6 +285,7 @@ def totals(words: list[str], processes: int) -> dict[str, float] | None:
     if not all(given.intersection(a.option_strings) for a in flags._actions if a.required):
         return None
     known, _ = flags.parse_known_args([*words, "--processes", str(processes)])
+    check(known, [])
     found = estimate(known)
     return {name: found.total(name) for name in DISPATCHERS}
 
@@ -288,4 +317,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

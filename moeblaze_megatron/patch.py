@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeblaze_megatron import command
+
 RELEASE = re.compile(r"Megatron-Core (\d+\.\d+): (.*)")
 HUNK = re.compile(r"@@ -(\d+)")
 
@@ -220,4 +222,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

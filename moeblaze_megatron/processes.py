@@ -2,10 +2,12 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # For processes that share a host, where their environment does not say otherwise: multicast over
@@ -46,20 +48,37 @@ def launcher_command(processes: int = 1) -> list[str]:
     return [*torchrun_command(processes), "-m", "moeblaze_megatron"]
 
 
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt, unless ignored, as under nohup."""
+    signals = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, signal.default_int_handler) for s in signals}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
 def train(
     command: list[str], log: Path, show: Callable[[str], None], env: dict[str, str] | None = None
 ) -> str:
     """Runs `command` and returns what it printed, which `log` gets too, and `show` by lines.
 
+    It runs in a session of its own, so that a signal from a terminal or from elsewhere reaches this
+    process alone, which then ends `command` and waits for it. For the main thread.
+
     Args:
         env: variables for it alone.
     Raises:
         Failed: the command ended with an error.
+        KeyboardInterrupt: this process got SIGINT, SIGTERM or SIGHUP.
     """
     usual = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
     lines = []
     with (
         open(log, "a") as file,
+        signals_interrupt(),
         subprocess.Popen(
             command,
             env=usual | NO_MULTICAST | os.environ | (env or {}),
@@ -67,6 +86,7 @@ def train(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,
         ) as process,
     ):
         print(*command, file=file, flush=True)
@@ -75,8 +95,9 @@ def train(
                 file.write(line)
                 lines.append(line)
                 show(line)
-        except KeyboardInterrupt:
-            process.wait()  # torchrun has had the same signal
+        except (KeyboardInterrupt, OSError):  # the latter of `log`, or of what `show` prints to
+            process.terminate()
+            process.communicate()  # torchrun ends its workers first
             raise
     if process.returncode:
         raise Failed("".join(lines), log)

@@ -156,7 +156,7 @@ class Recorder:
             "rows_per_dispatch": rows / dispatches if dispatches else None,
             "peak_bytes": None,
         }
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and self.step > 1:  # else resumed after the last step
             result["peak_bytes"] = torch.cuda.max_memory_allocated()
         path = self.folder / f"rank{torch.distributed.get_rank()}.json"
         path.write_text(json.dumps(result))

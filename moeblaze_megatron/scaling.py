@@ -12,6 +12,8 @@ import argparse
 from dataclasses import dataclass
 from math import comb
 
+from moeblaze_megatron import command
+
 ELEMENT, PROB, ID = 2, 4, 2  # bytes: bf16 hidden states, fp32 probs, int16 expert ids
 NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second out of a GPU: NVLink 4, one 400 Gb/s port
 GPUS_PER_NODE = 8
@@ -106,8 +108,10 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank (%(default)s)")
     tokens = parser.parse_args().tokens
+    if tokens < 1:
+        parser.error(f"--tokens is 1 or more, got {tokens}")
     print("\n\n".join("\n".join(table(model, tokens)) for model in MODELS))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

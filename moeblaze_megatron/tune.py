@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from triton.errors import TritonError
 
-from moeblaze_megatron import aot
+from moeblaze_megatron import aot, command
 from moeblaze_megatron.bench.measure import (
     ERROR_LIMIT,
     check,
@@ -449,4 +449,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -14,10 +14,12 @@ S sequence length, B batch, T = S*B tokens of one rank, E experts of one rank, E
 ranks, ETP ranks of expert TP, D ranks that a token goes to.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import gc
+import importlib
 import io
 import json
 import logging
@@ -30,6 +32,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -573,15 +576,16 @@ def two_batches_in_flight(layout: Layout) -> None:
 @check(Layout(2, ep=2), "Megatron's router cannot view zero tokens, so from dispatch on")
 @check(Layout(4, ep=2, etp=2), "with expert TP")
 def rank_that_sends_nothing(layout: Layout) -> None:
-    """Rank 0 has no tokens, the others have; and then no rank has."""
+    """Rank 0 has no tokens, the others have; then no rank has; then rank 0's are all dropped."""
     import mcore_worker as m
 
     moe = m.layer(**layout.fields()).cuda()
-    for tokens in (S * (dist.get_rank() > 0), 0):
+    first = dist.get_rank() == 0
+    for tokens, dropped in ((0 if first else S, False), (0, False), (S, first)):
         hidden_states = torch.randn(tokens, B, m.H).cuda().requires_grad_()
         chosen = torch.rand(tokens * B, m.E).cuda().topk(2).indices
         routing_map = (
-            torch.zeros(tokens * B, m.E, dtype=torch.bool).cuda().scatter_(1, chosen, True)
+            torch.zeros(tokens * B, m.E, dtype=torch.bool).cuda().scatter_(1, chosen, not dropped)
         )
         probs = (torch.rand(tokens * B, m.E).cuda() * routing_map).requires_grad_()
         x, probs_in = moe.preprocess(hidden_states, probs, routing_map)
@@ -630,6 +634,39 @@ def rows_follow_the_model(layout: Layout) -> None:
     assert (counter.tokens, counter.pairs, counter.dispatches) == (T, T * K, 1)
     assert abs(counter.rows / T / ranks_per_token(layout.ep, K, experts) - 1) < 0.01
     assert f"by expert: {T * K} ({1 - counter.rows / T / K:.0%} saved)" in str(counter)
+
+
+@check(Layout(2, ep=1, etp=2), "lists alone are made")
+@check(Layout(2, ep=2), "rows are gathered and summed too")
+def launches_are_on_the_gpu_of_the_tensors(layout: Layout) -> None:
+    """Triton launches on the current GPU: `torch.cuda.device_of` surrounds each in forward."""
+    from moeblaze_megatron.expert_parallel import combine, dispatch, start_dispatch
+    from moeblaze_megatron.ops import reference
+
+    module = importlib.import_module("moeblaze_megatron.expert_parallel.dispatch")
+    current, launched = [], {}
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor):
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    class Noted:
+        def __getattr__(self, name: str) -> Callable:
+            launched.setdefault(name, []).extend(current[-1:])
+            return getattr(reference, name)
+
+    x, routing_map = torch.randn(5, 16).cuda(), torch.ones(5, 4, dtype=torch.bool).cuda()
+    with (
+        patch.object(torch.cuda, "device_of", device_of),
+        patch.object(module, "kernels_for", return_value=Noted()),
+    ):
+        pending = start_dispatch(x, routing_map.float(), routing_map, 4, expert_groups())
+        rows, _, _, route = dispatch(x, routing_map.float(), pending)
+        combine(rows, route)
+    names = ["topk_indices_from_routing_map", *["gather", "combine"] * (layout.ep > 1)]
+    assert launched == {name: [x.device] for name in names}, launched
 
 
 @check(Layout(2, ep=2), "ranks set up otherwise: told on both, and nobody waits")

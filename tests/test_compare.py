@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ def test_flags_are_read_and_taken_out():
     assert compare.value_of(training, "--train-iters", 9) == 9
     assert compare.without(training, "--seed") == ["--micro-batch-size=4", "--lr", "1"]
     assert compare.without(training, "--micro-batch-size") == [*training[:2], *training[3:]]
+    assert compare.value_of([], "--seed", 5) == 5
     ramp = ["--rampup-batch-size", "2", "2", "64", "--bf16"]
     assert compare.without(ramp, "--rampup-batch-size") == ["--bf16"]
 
@@ -49,12 +49,61 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
         (["--only", "moeblaze"], "invalid choice: 'moeblaze'"),
         (["--only", "noise", "--find-max-batch"], "--only names runs to compare"),
         (["--processes", "0"], "--processes must be 1 or more, got 0"),
+        (["--", "--save-interval", "5", "--no-save-rng"], "leave out --no-save-rng: with --save-"),
     ],
 )
 def test_wrong_options_are_named(capsys, words, message):
     with pytest.raises(SystemExit):
         compare.parse_arguments(words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed"], "--seed needs a number, got nothing"),
+        (["--save-interval", "--bf16"], "--save-interval needs a number, got --bf16"),
+        (["--train-iters=1e3"], "--train-iters needs a number, got 1e3"),
+    ],
+)
+def test_numbers_that_are_none_are_named(tmp_path, words, message):
+    with pytest.raises(SystemExit, match=message):
+        compare.main(["--out", str(tmp_path), "--", *words])
+
+
+def test_folders_that_cannot_be_written_are_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"compare: .*Not a directory: .*file/out"):
+        compare.main(["--out", str(tmp_path / "file" / "out"), "--", "--lr", "1"])
+
+
+def test_marks_of_runs_are_checked(tmp_path):
+    flags, mark = ["--lr", "1"], tmp_path / "finished.json"
+    assert not compare.finished(tmp_path, flags, 2)
+    compare.write_mark(mark, flags, 2)
+    assert compare.finished(tmp_path, flags, 2) and list(tmp_path.iterdir()) == [mark]
+    for other in ((["--lr", "2"], 2), (flags, 1)):
+        with pytest.raises(SystemExit, match="with other flags or --processes; name another"):
+            compare.finished(tmp_path, *other)
+    mark.write_text('{"processes"')
+    with pytest.raises(SystemExit, match=r"cannot tell which run .* delete it"):
+        compare.finished(tmp_path, flags, 2)
+    with pytest.raises(SystemExit, match=r"cannot tell which run .* delete it"):
+        compare.same_run(tmp_path / "started.json", flags, 2)
+
+
+def test_checkpoints_outlast_what_fails_before_the_end(monkeypatch, tmp_path):
+    def run(training, processes, folder, show, save):
+        (folder / "checkpoint").mkdir(parents=True)
+
+    def no_space(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "write_mark", no_space)
+    with pytest.raises(SystemExit, match="No space left"):
+        compare.main(["--out", str(tmp_path), "--", "--save-interval", "5"])
+    assert (tmp_path / "alltoall-seed1234" / "checkpoint").exists()
 
 
 def test_the_recorder_says_what_it_is():
@@ -123,6 +172,19 @@ def test_the_search_begins_where_the_estimate_fills_the_gpu(monkeypatch, tmp_pat
     start = compare.likely(flags, "moeblaze", 1)
     assert start > 8 and estimated(start) == pytest.approx(memory, rel=0.03)
     assert compare.likely(["--micro-batch-size", "4"], "moeblaze", 1) == 4  # too few flags
+    assert compare.likely([*flags, "--micro-batch-size=3"], "flex", 1) == 3  # has no estimate
+    # A try has one micro-batch in flight, whatever the global batch size, however many stages.
+    stages = [*flags, "--pipeline-model-parallel-size", "4", "--global-batch-size"]
+    least, most = (compare.likely([*stages, size], "moeblaze", 4) for size in ("3", "64"))
+    assert start < least == most
+
+
+def test_sizes_that_no_run_has_are_named_before_a_try(monkeypatch, tmp_path):
+    ran = fake_gpu(monkeypatch, {}, "")
+    flags = quickstart.training_flags(quickstart.GPU_SIZES, tmp_path, 10)
+    with pytest.raises(SystemExit, match="--expert-model-parallel-size 0 is not positive"):
+        compare.main(["--find-max-batch", "--", *flags, "--expert-model-parallel-size", "0"])
+    assert ran == []
 
 
 def test_find_max_batch_stops_at_other_failures(monkeypatch, tmp_path):
@@ -186,7 +248,7 @@ def test_runs_are_compared_and_resumed(plain_env, tmp_path):
     assert again["runs"]["moeblaze"]["losses"] == ours["losses"]
 
     code, output = run(*command, "--train-iters", 11, env=env)
-    assert code == 1 and "holds a run with other flags; name another folder" in output
+    assert code == 1 and "holds a run with other flags or --processes; name another" in output
 
 
 @needs_megatron_on_cpu
@@ -195,26 +257,33 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(plain_env, tmp_path):
 
     def command(out, *flags):
         words = ["-m", "moeblaze_megatron.compare", "--only", "other", "--out", tmp_path / out]
-        words += ["--", *TINY, "--train-iters", 120, "--save-interval", 40, *flags]
+        words += ["--", *TINY, "--train-iters", 999, "--exit-interval", 120, "--save-interval", 40]
+        words += ["--ckpt-step", 7, *flags]  # of a user's --load, not for its own checkpoint
         return [sys.executable, *map(str, words)]
 
     def steps(out):
         return compare.read(tmp_path / out / "moeblaze-seed1234")
 
     folder = tmp_path / "cut" / "moeblaze-seed1234"
-    with subprocess.Popen(command("cut"), env=env, start_new_session=True) as process:
+    with subprocess.Popen(command("cut"), env=env) as process:
         while not (folder / "checkpoint" / "latest_checkpointed_iteration.txt").exists():
             assert process.poll() is None
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)
+        process.terminate()  # the training, of which nothing may go on, gets no signal from here
+    ended = (folder / "steps.jsonl").read_text()
     assert process.returncode == 1 and not (folder / "finished.json").exists()
     code, output = run(*command("cut", "--lr", "1e-2"), env=env)
     assert code == 1 and "holds a run with other flags" in output
+    assert (folder / "steps.jsonl").read_text() == ended
     code, output = run(*command("cut"), env=env)
     assert code == 0, output[-6000:]
     iterations = [json.loads(line)["iteration"] for line in open(folder / "steps.jsonl")]
     assert iterations.count(1) == 1 and iterations.count(120) == 1
     assert (folder / "finished.json").exists() and not (folder / "checkpoint").exists()
+
+    (tmp_path / "elsewhere").mkdir()
+    code, output = run(*command("elsewhere/../cut"), env=env)
+    assert code == 0 and "moeblaze: finished before" in output
 
     code, output = run(*command("whole"), env=env)
     assert code == 0, output[-6000:]

@@ -28,6 +28,7 @@ from moeblaze_megatron import (
     moeblaze_experts,
 )
 from moeblaze_megatron.ops import experts, hopper, reference, table
+from moeblaze_megatron.ops.experts import ID_DTYPES
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -556,6 +557,18 @@ def test_all_reasons_at_once():
         )
     for part in ("fc1_weight has shape", "fc2_weight is torch.bfloat16", "topk_probs has shape"):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ID_DTYPES, ids=str)
+@pytest.mark.parametrize("num_experts", [4, 300])
+def test_ids_of_every_integer_dtype(dtype, num_experts, device):
+    """Checked too: neither -1 nor 300 is a value of uint8."""
+    ids = torch.tensor([[0, 3], [2, 1]], device=device)
+    lists = index_lists_from_topk(ids.to(dtype), num_experts, check=True)
+    assert lists.token_expert_indices.tolist() == ids.tolist()
+    assert lists.tokens_per_expert.tolist() == [1] * 4 + [0] * (num_experts - 4)
+    with pytest.raises(ValueError, match=r"token 0 names experts \[0, 3\], but ids are 0..1"):
+        index_lists_from_topk(ids.to(dtype), 2, check=True)
 
 
 def test_a_token_with_more_experts_than_topk_is_refused(device):

@@ -104,6 +104,13 @@ def test_combine_example(ops, device):
     assert wide.tolist() == [[7, 60, 7], [7, 10, 7]], "only its own column"
 
 
+def test_combine_without_rows(ops, device):
+    """What a rank gets back whose tokens have all been dropped."""
+    lists = ops.index_lists(ints([[-1, -1]] * 3, device), 3)
+    rows = torch.empty(0, 16, device=device)
+    assert not ops.combine(rows, lists, rows.new_empty(3, 16), 0).any()
+
+
 def test_gather_example(ops, device):
     lists = ops.index_lists(ints([[1, -1], [-1, -1], [0, 2]], device), 3)
     assert lists.expert_token_indices[:3].tolist() == [2, 0, 2]

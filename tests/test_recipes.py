@@ -1,12 +1,15 @@
 """examples/recipes: memory estimates, flags that Megatron and moeblaze accept, a small run."""
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from mcore_worker import in_megatron
-from pretraining import example, needs_megatron_on_cpu
+from pretraining import TINY, example, needs_megatron_on_cpu
+from pretraining import run as run_process
 
 from moeblaze_megatron import estimate
 
@@ -125,6 +128,11 @@ def test_dry_run_does_not_compare(path):
     assert code == 2 and "--dry-run starts nothing" in output
 
 
+def test_compare_names_its_dispatchers_itself(path):
+    code, output = run("moe_1b", "--compare", PATH=path, DISPATCHER="alltoall")
+    assert code == 2 and "leave DISPATCHER=alltoall out" in output and "--dispatchers" in output
+
+
 def test_compare_takes_the_recipe_with_its_options(tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
@@ -175,11 +183,41 @@ def test_what_experts_keep_is_what_autograd_keeps(dispatcher):
     assert kept + 4 * H <= measured <= 1.05 * (kept + 4 * H)
 
 
+def test_tensor_parallelism_splits_what_layers_keep():
+    """By token, head or column; only whole rows of x, and lists, are held on each rank of it."""
+    words = [*MODEL, "--moe-layer-freq", "[0,1]"]
+    flags = [*words, "--processes", "4", "--tensor-model-parallel-size", "4", "--sequence-parallel"]
+    found = [estimate.estimate(estimate.parser().parse_known_args(w)[0]) for w in (words, flags)]
+    assert found[1].other_layers == found[0].other_layers / 4
+    T, H, K = 64 // 4, 64, 2
+    more = {"moeblaze": T * (4 * H * 2 + 16 * K * 3), "alltoall": T * 3 * K * H * 2}
+    for name in estimate.DISPATCHERS:
+        assert found[1].moe[name] == found[0].moe[name] / 4 + more[name]
+
+
+@needs_megatron_on_cpu
+def test_what_experts_keep_with_expert_tensor_parallelism(plain_env, tmp_path):
+    command = [sys.executable, "-m", "moeblaze_megatron.compare", "--only", "baseline", "--only"]
+    command += ["other", "--out", tmp_path, "--processes", "2", "--", *TINY, "--train-iters", "2"]
+    more = ["--expert-tensor-parallel-size", "2"]
+    code, output = run_process(*command, *more, env=plain_env | {"CUDA_VISIBLE_DEVICES": ""})
+    assert code == 0, output[-6000:]
+    words = [*TINY, *more, "--processes", "2"]
+    found = estimate.estimate(estimate.parser().parse_known_args(words)[0])
+    layers, T, H = 2, 128, 64
+    for name in estimate.DISPATCHERS:
+        record = json.loads((tmp_path / f"{name}-seed1234" / "rank0.json").read_text())
+        kept = found.moe[name] / layers / T + 4 * H
+        assert kept <= record["held_bytes_per_token"] <= 1.05 * kept
+
+
 def test_moe_layers_of_a_model():
     assert estimate.moe_layers("1", 5) == 5
     assert estimate.moe_layers("2", 5) == 3
     assert estimate.moe_layers("([0]*3+[1]*58)", 61) == 58
-    with pytest.raises(SystemExit, match="has 61 layers, not 60"):
+    assert estimate.moe_layers("([1]*3+[0]*1)*3", 12) == 9, "an example of Megatron's help"
+    assert estimate.moe_layers("2*[0, 1]", 4) == 2
+    with pytest.raises(ValueError, match="has 61 layers, not 60"):
         estimate.moe_layers("([0]*3+[1]*58)", 60)
 
 
@@ -203,7 +241,11 @@ MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts
         ("--expert-model-paralel-size 8", "did you mean --expert-model-parallel-size?"),
         ("--expert-model-parallel-size 3 --processes 3", "3 does not divide --num-experts 8"),
         ("--moe-router-topk 9 --num-layers -2", "--num-layers -2 is not positive; --moe-router-"),
-        ("--moe-layer-freq abc", "--moe-layer-freq abc is neither"),
+        *(
+            (f"--moe-layer-freq {freq}", f"--moe-layer-freq {freq} is neither")
+            for freq in ("abc", "0", "[1,0", "3+1", "[1,[0]]", "[1]*[2]", "[1,-1]")
+        ),
+        ("--moe-layer-freq [1] --num-layers -2", "--num-layers -2 is not positive; --moe-layer-fr"),
         ("--num-layres 3", "--num-layres is not known; did you mean --num-layers?"),
         ("-- --num-layers -2", "--num-layers -2 is not positive"),
         ("--moeblaze-recompute-fc1 --activation-func-fp8-input-store", "keeps nothing for"),
@@ -222,6 +264,18 @@ def test_biases_and_quick_geglu_are_counted():
     biased, _ = estimate.parser().parse_known_args([*words, "--quick-geglu"])
     more = estimate.estimate(biased).parameters - estimate.estimate(plain).parameters
     assert more == 2 * (8 * (2 * 32 + 64) + 3 * 64 + 64)
+
+
+def test_sizes_that_are_left_out_are_megatrons():
+    def parameters(*words):
+        flags, _ = estimate.parser().parse_known_args([*MODEL, *words])
+        return estimate.estimate(flags).parameters
+
+    grouped = ("--group-query-attention", "--num-query-groups")
+    assert parameters(*grouped[:1]) == parameters(*grouped, "1") < parameters(*grouped, "2")
+    # With SwiGLU, two thirds of 4H in whole 64s.
+    dense = ("--moe-layer-freq", "[0,1]")
+    assert parameters(*dense) == parameters(*dense, "--ffn-hidden-size", "128")
 
 
 def test_fp8_store_keeps_half():

@@ -34,3 +34,10 @@ def test_page_holds_what_the_command_prints(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["scaling"])
     scaling.main()
     assert capsys.readouterr().out.strip() in PAGE.read_text()
+
+
+def test_no_tokens_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["scaling", "--tokens", "0"])
+    with pytest.raises(SystemExit):
+        scaling.main()
+    assert "--tokens is 1 or more, got 0" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import Case, assert_as_close_as_torch, expected, layer_of, operands, routing, run
 
+from moeblaze_megatron import doctor
 from moeblaze_megatron.aot import MAX_SHARED
 from moeblaze_megatron.ops import hopper, table
 from moeblaze_megatron.ops.table import Copy, Key, Ring, Tile
@@ -56,7 +57,11 @@ def test_the_most_specific_entry_wins(tmp_path, monkeypatch):
     for count, ring in enumerate(rings, 1):
         path = tmp_path / "kernel_table.json"
         table.save(dict(zip(keys[:count], rings, strict=False)), path, "a test")
-        monkeypatch.setattr(table, "_tables", lambda gpus, path=path: [table.load(path), SHIPPED])
+        monkeypatch.setattr(
+            table,
+            "_tables",
+            lambda gpus, path=path: [(path, table.load(path)), (table.SHIPPED, SHIPPED)],
+        )
         table._find.cache_clear()
         assert table._find("fc1_hopper", 16, (512, 2048), H200) == ring
     other = table._find("fc1_hopper", 16, (256, 2048), H200)
@@ -155,6 +160,72 @@ def test_a_table_for_another_gpu_is_refused(users_table, device):
         users_table({Key("copy", "another GPU", 16): Copy(0, 0, 4)})
     with pytest.raises(ValueError, match="is for another GPU"):
         table.configuration("copy", torch.empty(1, device=device), 64, 64)
+
+
+def test_a_table_for_a_gpu_is_not_used_on_a_cpu(tmp_path, monkeypatch):
+    """And says so: the same command line trains on both."""
+    path = tmp_path / "kernel_table.json"
+    table.save({Key("copy", "NVIDIA H200", 16): Copy(0, 0, 4)}, path, "a test")
+    with monkeypatch.context() as on_a_cpu:
+        on_a_cpu.setattr(table, "interpreting", lambda: False)
+        on_a_cpu.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.warns(
+            UserWarning, match=r"json is for NVIDIA H200; on this CPU it is not used"
+        ):
+            table.use(path)
+        on_a_cpu.setenv(table.VARIABLE, str(path))
+        assert "NVIDIA H200; on this CPU it is not used" in doctor.kernel_table().found
+    table.use(None)
+
+
+TOO_LARGE = """
+import sys
+from unittest.mock import patch
+
+import torch
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+from moeblaze_megatron import aot
+from moeblaze_megatron.ops import table
+
+def launch(kernel, *arguments, **options):
+    if kernel.__name__ == "_rows_kernel":
+        raise OutOfResources(262144, 166912, "shared memory")
+
+table.use(sys.argv[1] if len(sys.argv) > 1 else None)
+with aot.launching_nothing(80), aot.on_meta(), patch.object(JITFunction, "run", launch):
+    try:
+        aot.step(torch.bfloat16, "swiglu", False, None)
+    except ValueError as error:
+        print(error)
+    tile = table.Tile(128, 256, 64, 8, 4, 8)
+    try:
+        with table.override("rows", tile):
+            aot.step(torch.bfloat16, "swiglu", False, None)
+    except OutOfResources as error:
+        print("as it is")
+"""
+
+
+def test_an_entry_that_does_not_fit_the_gpu_is_named(tmp_path, plain_env):
+    """Where Triton refuses the launch; as it is where the tile is in no table."""
+    path = tmp_path / "kernel_table.json"
+    table.save({Key("rows", "any", 16): replace(TILE, cols=256, depth=128)}, path, "a test")
+    need = "num_stages=3, group=8 need 262144 of shared memory, but this GPU has 166912: run"
+    for arguments, named, remedy in (
+        ((path,), f"{path}, rows all sizes, 16 bits, any: rows=128, cols=256, ", "leave the table"),
+        ((), f"{table.SHIPPED}, rows all sizes, 16 bits, any: rows=128, cols=128, ", "smaller\n"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", TOO_LARGE, *arguments],
+            env=plain_env,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for words in (f"kernel table {named}", need, remedy, "\nas it is\n"):
+            assert words in result.stdout, (words, result.stdout)
 
 
 def test_kernels_run_with_the_users_table(users_table, device):

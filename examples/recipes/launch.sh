@@ -34,6 +34,11 @@ fi
 
 if [[ ${1:-} == --compare ]]; then
     shift
+    if [[ -n ${DISPATCHER:-} ]]; then
+        echo "$0: leave DISPATCHER=$DISPATCHER out: --compare trains with alltoall and moeblaze, or" \
+            "with the two that --dispatchers names" >&2
+        exit 2
+    fi
     OPTIONS=()
     while (($#)) && [[ $1 != -- ]]; do
         OPTIONS+=("$1")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from moeblaze_megatron import command
 from moeblaze_megatron.bench import expert_parallel, paper, plots
 from moeblaze_megatron.bench.kernels import KERNELS, kernel_calls
 from moeblaze_megatron.bench.measure import (
@@ -480,4 +481,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

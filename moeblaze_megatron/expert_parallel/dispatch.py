@@ -169,19 +169,20 @@ def start_dispatch(
         check_experts_per_token(routing_map, topk)
     E, ops = num_experts // EP, kernels_for(routing_map)
     k = min(topk, E)
-    if EP == 1:
-        ids = ops.topk_indices_from_routing_map(routing_map, k)
-        return PendingDispatch(Route(groups, T, E, None), ids, None, counters, check)
-    by_rank = routing_map.view(T, EP, E)
-    rank_lists = index_lists_from_routing_map(by_rank.any(2), min(topk, EP))
-    row_bytes = x.shape[1] * x.element_size() + k * (probs.element_size() + ID.itemsize)
-    pairs = by_rank.sum((0, 2), dtype=torch.int32)
-    exchange = SplitExchange(rank_lists.tokens_per_expert, pairs, row_bytes, groups)
-    route = Route(groups, T, E, rank_lists)
-    pair = route.pairs()
-    local_map = by_rank.flatten(0, 1)[pair.clamp(min=0)] & (pair >= 0)[:, None]
-    ids = ops.topk_indices_from_routing_map(local_map, k)
-    return PendingDispatch(route, ids, exchange, counters, check)
+    with torch.cuda.device_of(routing_map):  # Triton launches on the current GPU
+        if EP == 1:
+            ids = ops.topk_indices_from_routing_map(routing_map, k)
+            return PendingDispatch(Route(groups, T, E, None), ids, None, counters, check)
+        by_rank = routing_map.view(T, EP, E)
+        rank_lists = index_lists_from_routing_map(by_rank.any(2), min(topk, EP))
+        row_bytes = x.shape[1] * x.element_size() + k * (probs.element_size() + ID.itemsize)
+        pairs = by_rank.sum((0, 2), dtype=torch.int32)
+        exchange = SplitExchange(rank_lists.tokens_per_expert, pairs, row_bytes, groups)
+        route = Route(groups, T, E, rank_lists)
+        pair = route.pairs()
+        local_map = by_rank.flatten(0, 1)[pair.clamp(min=0)] & (pair >= 0)[:, None]
+        ids = ops.topk_indices_from_routing_map(local_map, k)
+        return PendingDispatch(route, ids, exchange, counters, check)
 
 
 def _to_wire(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -294,7 +295,8 @@ def dispatch(
     Raises:
         ValueError: ranks disagree about what is sent.
     """
-    recv_x, recv_probs, recv_ids, route = _Dispatch.apply(x.contiguous(), probs, pending)
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU; backward runs on it too
+        recv_x, recv_probs, recv_ids, route = _Dispatch.apply(x.contiguous(), probs, pending)
     for counter in pending.counters:
         counter.add(route.tokens, route.splits, route.groups.ep.rank())
     lists = index_lists_from_topk(recv_ids, route.num_experts, max_rows=route.splits.pairs)
@@ -303,4 +305,5 @@ def dispatch(
 
 def combine(expert_output: torch.Tensor, route: Route) -> torch.Tensor:
     """One row per received row, summed over its local experts, [T', H] -> output [T, H]."""
-    return _Combine.apply(expert_output, route)
+    with torch.cuda.device_of(expert_output):
+        return _Combine.apply(expert_output, route)

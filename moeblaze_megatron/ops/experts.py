@@ -126,6 +126,7 @@ def _check_sizes(num_experts: int, topk: int) -> None:
 
 def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
     reasons = []
+    topk_indices = topk_indices.long()  # a narrow dtype does not hold -1, or num_experts
     outside = (topk_indices < -1) | (topk_indices >= num_experts)
     if outside.any():
         token = int(outside.any(1).nonzero()[0])

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.compiler.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia import hopper as gluon
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moeblaze_megatron.ops import table
 from moeblaze_megatron.ops.tiles import interpreting
 
 # In these versions CompiledKernel.run takes what `Kernel` gives it. `aot` turns this off.
@@ -44,7 +46,10 @@ class Kernel:
             key, values = self._bind(arguments, options)
             compiled = self.compiled.get(key)
             if compiled is None:
-                compiled = self.jitted[grid](*arguments, **options)
+                try:
+                    compiled = self.jitted[grid](*arguments, **options)
+                except OutOfResources as error:
+                    raise table.too_large(error) from None
                 if key is not None and isinstance(compiled, CompiledKernel):
                     self.compiled[key] = compiled
                 return

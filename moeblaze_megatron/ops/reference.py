@@ -210,13 +210,13 @@ def combine(
     )
     columns = slice(h_start, h_start + rows.shape[1])
     for k in range(lists.topk):
-        row = lists.token_index_map[:, k, None]
-        index = row.clamp(min=0).squeeze(1).long()
-        value = rows[index]
+        token = (lists.token_index_map[:, k] >= 0).nonzero().squeeze(1)
+        row = lists.token_index_map[token, k].long()
+        value = rows[row]
         if bias is not None:
-            expert = torch.where(row[:, 0] >= 0, lists.token_expert_indices[:, k], 0).long()
-            value = value + permuted_probs[index, None] * bias[expert, columns]
-        acc += torch.where(row >= 0, value, 0)
+            expert = lists.token_expert_indices[token, k].long()
+            value = value + permuted_probs[row, None] * bias[expert, columns]
+        acc[token] += value
     out[:, columns] = acc
     return out
 

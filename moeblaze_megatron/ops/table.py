@@ -14,6 +14,8 @@ H for "copy". The most specific entry wins: the user's first, then GPU before cl
 import json
 import math
 import os
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from moeblaze_megatron.ops.tiles import interpreting
 
@@ -276,27 +279,38 @@ def use(path: str | os.PathLike | None) -> None:
         _tables(_gpus_of_device(torch.device("cuda")))
 
 
-@lru_cache
-def _tables(gpus: tuple[str, ...]) -> list[Table]:
-    """The user's, if there is one, and the package's."""
-    shipped = load(SHIPPED)
+def _users_path() -> Path | None:
     path = _named or os.environ.get(VARIABLE)
+    return Path(path) if path else None
+
+
+@lru_cache
+def _tables(gpus: tuple[str, ...]) -> list[tuple[Path, Table]]:
+    """The user's, if there is one, and the package's."""
+    shipped = SHIPPED, load(SHIPPED)
+    path = _users_path()
     if not path:
         return [shipped]
-    table = load(Path(path))
+    table = load(path)
+    found = [(path, table), shipped]
     gpu = gpus[0]
-    if gpu == "any" or gpu.startswith("sm_"):  # a CPU, or compiling for a GPU that is not there
-        return [table, shipped]
+    if gpu.startswith("sm_"):  # compiling for a GPU that is not there
+        return found
     named = {key.gpu for key in table}
+    about = f"kernel table {path} is for {', '.join(sorted(named)) or 'no GPU'}"
+    if gpu == "any":
+        if gpu not in named:
+            warnings.warn(f"{about}; on this CPU it is not used", stacklevel=1)
+        return found
     if not named & set(gpus):
         raise ValueError(
-            f"kernel table {path} is for {', '.join(sorted(named)) or 'no GPU'}, not for this "
-            f"{gpu}: run `python -m moeblaze_megatron.tune` here, or leave the table out"
+            f"{about}, not for this {gpu}: run `python -m moeblaze_megatron.tune` here, or leave "
+            "the table out"
         )
     wrong = [str(key) for key in table if key.gpu == gpu and key.kernel.endswith("_hopper")]
     if wrong and "sm_90" not in gpus:
         raise ValueError(f"kernel table {path}: this GPU does not run {'; '.join(wrong)}")
-    return [table, shipped]
+    return found
 
 
 _overrides: dict[str, Configuration] = {}
@@ -332,14 +346,21 @@ def recording() -> Iterator[dict[Key, Configuration]]:
         _notes = before
 
 
+def _entry_for(
+    kernel: str, bits: int, shape_class: tuple[int, int], gpus: tuple[str, ...]
+) -> tuple[Path, Key, Configuration]:
+    """The most specific one, and its table."""
+    keys = [Key(kernel, gpu, bits, sizes) for gpu in gpus for sizes in (shape_class, None)]
+    return next(
+        (path, key, table[key]) for path, table in _tables(gpus) for key in keys if key in table
+    )
+
+
 @cache
 def _find(
     kernel: str, bits: int, shape_class: tuple[int, int], gpus: tuple[str, ...]
 ) -> Configuration:
-    found = _overrides.get(kernel)
-    if found is None:
-        keys = [Key(kernel, gpu, bits, sizes) for gpu in gpus for sizes in (shape_class, None)]
-        found = next(table[key] for table in _tables(gpus) for key in keys if key in table)
+    found = _overrides.get(kernel) or _entry_for(kernel, bits, shape_class, gpus)[2]
     if _notes is not None:
         _notes[Key(kernel, gpus[0], bits, shape_class)] = found
     return found
@@ -360,4 +381,23 @@ def configuration(kernel: str, tensor: torch.Tensor, first: int, second: int) ->
     """
     bits = 16 if tensor.element_size() == 2 else 32
     sizes = 1 << (first.bit_length() - 1), 1 << (second.bit_length() - 1)
-    return _find(kernel, bits, sizes, gpus_of(tensor))
+    _thread.asked = asked = kernel, bits, sizes, gpus_of(tensor)
+    return _find(*asked)
+
+
+_thread = threading.local()  # `asked`: what its last launch looked up
+
+
+def too_large(error: OutOfResources) -> Exception:
+    """What a launch fails with that does not fit the GPU: its entry, and what to do about it."""
+    asked = getattr(_thread, "asked", None)
+    if asked is None or asked[0] in _overrides:  # an override is in no table
+        return error
+    path, key, found = _entry_for(*asked)
+    settings = ", ".join(f"{name}={value}" for name, value in vars(found).items())
+    other = "" if path == SHIPPED else ", or leave the table out"
+    return ValueError(
+        f"kernel table {path}, {key}: {settings} need {error.required} of {error.name}, but this "
+        f"GPU has {error.limit}: run `python -m moeblaze_megatron.tune` here, make the entry's "
+        f"sizes or stages smaller{other}"
+    )
