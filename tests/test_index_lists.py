@@ -60,13 +60,13 @@ def test_scan_example(device, scan):
 @pytest.mark.parametrize("block", [1, 128], ids=["one at a time", "all at once"])
 def test_tiles_example(device, block):
     """And one tile more than there are, past the end."""
-    offsets, tile_expert, tile_row_start = (ints([9] * 4, device) for _ in range(3))
-    _tiles_kernel[(3,)](
-        ints([3, 0, 5], device), offsets, tile_expert, tile_row_start, 4, 3, 4, 4, block
-    )
+    offsets, *tiles = (ints([9] * 4, device) for _ in range(4))
+    _tiles_kernel[(3,)](ints([3, 0, 5], device), offsets, *tiles, 4, 3, 4, 4, block)
+    tile_expert, tile_row_start, tile_row_end = tiles
     assert offsets.tolist() == [0, 3, 3, 8]
     assert tile_expert.tolist() == [0, 2, 2, -1]
     assert tile_row_start.tolist() == [0, 3, 7, -1]
+    assert tile_row_end.tolist() == [3, 7, 8, -1]
 
 
 ROUTED = [[1, 2], [0, -1]]  # topk_indices that are their own token_index_map
@@ -296,10 +296,14 @@ def check_lists(lists: IndexLists, ids: list[list[int]], E: int) -> None:
             token_index_map[t][k] = len(tokens)
             tokens.append(t)
         offsets.append(len(tokens))
-    tiles = [(e, row) for e in range(E) for row in range(offsets[e], offsets[e + 1], BLOCK_R)]
+    tiles = [
+        (e, row, min(row + BLOCK_R, offsets[e + 1]))
+        for e in range(E)
+        for row in range(offsets[e], offsets[e + 1], BLOCK_R)
+    ]
     bound = max_tiles(sum(map(len, ids)), E)
     assert len(tiles) <= bound == lists.num_tiles
-    tiles += [(-1, -1)] * (bound - len(tiles))
+    tiles += [(-1, -1, -1)] * (bound - len(tiles))
 
     assert all(value.dtype is torch.int32 for value in vars(lists).values())
     assert lists.tokens_per_expert.tolist() == [len(place) for place in places]
@@ -308,9 +312,8 @@ def check_lists(lists: IndexLists, ids: list[list[int]], E: int) -> None:
     assert lists.expert_token_indices.numel() == lists.max_rows
     assert lists.token_expert_indices.tolist() == ids
     assert lists.token_index_map.tolist() == token_index_map
-    assert (
-        list(zip(lists.tile_expert.tolist(), lists.tile_row_start.tolist(), strict=True)) == tiles
-    )
+    found = lists.tile_expert, lists.tile_row_start, lists.tile_row_end
+    assert list(zip(*(values.tolist() for values in found), strict=True)) == tiles
 
 
 @pytest.mark.parametrize("T", [0, 1, 3, 127, 129])

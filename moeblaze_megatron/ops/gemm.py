@@ -29,13 +29,6 @@ def _tile_of_program(num_tiles, num_cols, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R: tl.constexpr):
-    """Rows of a tile and which of them belong to its expert."""
-    rows = row_start + tl.arange(0, BLOCK_R)
-    return rows, rows < tl.load(expert_token_offsets_ptr + expert + 1)
-
-
-@triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b. fp32 sums a step on its own first, so that rounding errors do not pile up."""
     if a.dtype == tl.float32 and PRECISION == "ieee":
@@ -66,9 +59,9 @@ def _fc1_kernel(
     fc1_output_ptr,  # [R, 2F] or [R, F], saved for backward
     act_ptr,  # [R, F]
     expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
     num_tiles,
     H: tl.constexpr,
     F: tl.constexpr,
@@ -89,7 +82,8 @@ def _fc1_kernel(
     if expert < 0:
         return
     row_start = tl.load(tile_row_start_ptr + tile)
-    rows, in_expert = _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R)
+    rows = row_start + tl.arange(0, BLOCK_R)
+    in_expert = rows < tl.load(tile_row_end_ptr + tile)
     token = rows
     if GATHER:
         token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0)
@@ -165,9 +159,9 @@ def fc1(
         fc1_output,
         act,
         lists.expert_token_indices,
-        lists.expert_token_offsets,
         lists.tile_expert,
         lists.tile_row_start,
+        lists.tile_row_end,
         lists.num_tiles,
         H,
         F,
@@ -194,9 +188,9 @@ def _rows_kernel(
     out_ptr,  # [R, cols], columns n_start .. n_start + cols of the product
     out_desc,  # [R, cols]
     expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
     num_tiles,
     n_start,
     cols,
@@ -215,7 +209,8 @@ def _rows_kernel(
     if expert < 0:
         return
     row_start = tl.load(tile_row_start_ptr + tile)
-    rows, in_expert = _rows_of_tile(row_start, expert, expert_token_offsets_ptr, BLOCK_R)
+    rows = row_start + tl.arange(0, BLOCK_R)
+    in_expert = rows < tl.load(tile_row_end_ptr + tile)
     depth = tl.arange(0, BLOCK_D)
     if GATHER:
         token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0).to(tl.int64)
@@ -272,9 +267,9 @@ def rows_gemm(
         out,
         descriptor(out, (tile.rows, tile.cols)),
         lists.expert_token_indices,
-        lists.expert_token_offsets,
         lists.tile_expert,
         lists.tile_row_start,
+        lists.tile_row_end,
         lists.num_tiles,
         n_start,
         cols,

@@ -97,12 +97,26 @@ def _programs(device: torch.device) -> int:
 
 
 @gluon.jit
-def _tile_of(index, num_tiles, num_cols, GROUP: gl.constexpr):
-    """Row tile and column tile of the index-th piece of work, GROUP row tiles at a time."""
-    first = index // (GROUP * num_cols) * GROUP
-    height = gl.minimum(num_tiles - first, GROUP)  # the last group may be narrower
-    inside = index % (GROUP * num_cols)
-    return first + inside % height, inside // height
+def _row_tile(
+    index,
+    tile_expert_ptr,  # [num_tiles]
+    tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
+    num_tiles,
+    NUM_COLS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Expert (-1 = none), first row, row behind the last, and column tile of the index-th piece.
+
+    GROUP row tiles walk the columns together. Asked for one piece ahead, and all divisors are
+    constants, so that between two tiles nothing waits for a load or a division.
+    """
+    inside = index % (GROUP * NUM_COLS)
+    tile = index // (GROUP * NUM_COLS) * GROUP + inside % GROUP
+    expert = gl.load(tile_expert_ptr + tile, mask=tile < num_tiles, other=-1)
+    row_start = gl.load(tile_row_start_ptr + tile, mask=tile < num_tiles, other=0)
+    row_end = gl.load(tile_row_end_ptr + tile, mask=tile < num_tiles, other=0)
+    return expert, row_start, row_end, inside // GROUP
 
 
 @gluon.jit
@@ -146,13 +160,13 @@ def _load_rows(
     empty,
     ready,
     expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
     num_tiles,
-    num_cols,
     n_start,
     weight_rows,  # rows of one expert in weight_desc
+    NUM_COLS: gl.constexpr,
     K: gl.constexpr,
     GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
@@ -168,20 +182,28 @@ def _load_rows(
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
         0 if GATHER else a_desc.block_type.nbytes
     )
+    MIDDLE: gl.constexpr = K // 2 // BLOCK_K * BLOCK_K
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
-    for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
-        tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
-        expert = gl.load(tile_expert_ptr + tile)
+    programs = gl.num_programs(0)
+    expert, row_start, row_end, col = _row_tile(
+        gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+        NUM_COLS, GROUP,
+    )  # fmt: skip
+    if GATHER:
+        rows = row_start + r
+        token = gl.load(expert_token_indices_ptr + rows, mask=rows < row_end, other=0)
+    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * NUM_COLS, programs):
+        next_expert, next_row_start, next_row_end, next_col = _row_tile(
+            index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+            NUM_COLS, GROUP,
+        )  # fmt: skip
         if expert >= 0:
-            row_start = gl.load(tile_row_start_ptr + tile)
             n0 = n_start + col * COLS
             first = expert * weight_rows
             if GATHER:
-                rows = row_start + gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-                end = gl.load(expert_token_offsets_ptr + expert + 1)
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
                 ptrs = a_ptr + token.to(gl.int64)[:, None] * K + depth[None, :]
             for k0 in range(0, K, BLOCK_K):
                 stage = _await_empty(empty, step, STAGES)
@@ -202,11 +224,19 @@ def _load_rows(
                 if GATHER:
                     async_copy.async_copy_global_to_shared(a_stages.index(stage), ptrs + k0)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
+                    if k0 == MIDDLE:
+                        rows = next_row_start + r
+                        inside = rows < next_row_end
+                        token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
                 else:
                     tma.async_copy_global_to_shared(
                         a_desc, [row_start, k0], bar, a_stages.index(stage)
                     )
                 step += 1
+        elif GATHER:
+            rows = next_row_start + r
+            token = gl.load(expert_token_indices_ptr + rows, mask=rows < next_row_end, other=0)
+        expert, row_start, row_end, col = next_expert, next_row_start, next_row_end, next_col
 
 
 @gluon.jit
@@ -323,12 +353,12 @@ def _multiply_rows(
     ready,
     full,
     free,
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
     num_tiles,
-    num_cols,
     N,
+    NUM_COLS: gl.constexpr,
     K: gl.constexpr,
     GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
@@ -343,12 +373,18 @@ def _multiply_rows(
     PARTS: gl.constexpr = products.shape[0] // 2
     COLS: gl.constexpr = BLOCK_N // HALVES
     step, turn = 0, 0
-    for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
-        tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
-        expert = gl.load(tile_expert_ptr + tile)
+    programs = gl.num_programs(0)
+    expert, row_start, row_end, col = _row_tile(
+        gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+        NUM_COLS, GROUP,
+    )  # fmt: skip
+    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * NUM_COLS, programs):
+        next_expert, next_row_start, next_row_end, next_col = _row_tile(
+            index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+            NUM_COLS, GROUP,
+        )  # fmt: skip
         if expert >= 0:
-            row = gl.load(tile_row_start_ptr + tile) + half * HALF_R
-            used = row < gl.load(expert_token_offsets_ptr + expert + 1)
+            used = row_start + half * HALF_R < row_end
             acc, step = _multiply(
                 half, used, a_stages, weight_stages, empty, ready, step, K, GATHER, N_FIRST,
                 BLOCK_N, BLOCK_K, HALF_R, STAGES,
@@ -363,6 +399,7 @@ def _multiply_rows(
                 fence_async_shared()
             mbarrier.arrive(full.index(half), count=1)
             turn += 1
+        expert, row_start, row_end, col = next_expert, next_row_start, next_row_end, next_col
 
 
 @gluon.jit
@@ -462,6 +499,26 @@ def _finish_fc1(
             act_ptrs = _piece(act_ptr, first, f, F, PIECE_R, PART_N, layout)
             gl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _prefetch_saved(
+    ptr, row, f0, F: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr
+):
+    """Half a tile's fc1_output into L2, a tile ahead: from memory it would come too late."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    r = gl.arange(0, ROWS, layout)
+    size = gl.full([ROWS], 0, gl.int32, layout) + 2 * gl.minimum(F - f0, COLS)
+    for side in gl.static_range(2 if GATED else 1):
+        ptrs = ptr + row.to(gl.int64) * (2 * F if GATED else F) + side * F + f0
+        gl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [(ptrs + r * (2 * F if GATED else F)).to(gl.int64), size],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -583,12 +640,12 @@ def _finish_rows(
     loaded,
     full,
     free,
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
     num_tiles,
-    num_cols,
     cols,
+    NUM_COLS: gl.constexpr,
     F: gl.constexpr,
     STEP: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -602,15 +659,27 @@ def _finish_rows(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     turn = 0
-    for index in range(gl.program_id(0), num_tiles * num_cols, gl.num_programs(0)):
-        tile, col = _tile_of(index, num_tiles, num_cols, GROUP)
-        expert = gl.load(tile_expert_ptr + tile)
+    programs = gl.num_programs(0)
+    expert, row_start, end, col = _row_tile(
+        gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+        NUM_COLS, GROUP,
+    )  # fmt: skip
+    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * NUM_COLS, programs):
+        next_expert, next_row_start, next_end, next_col = _row_tile(
+            index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+            NUM_COLS, GROUP,
+        )  # fmt: skip
         if expert >= 0:
-            row_start = gl.load(tile_row_start_ptr + tile)
-            end = gl.load(expert_token_offsets_ptr + expert + 1)
             n0 = col * COLS
             for half in range(2):
                 row = row_start + half * products.shape[1]
+                next_row = next_row_start + half * products.shape[1]
+                if STEP == "fc2_dgrad":
+                    if next_row + products.shape[1] <= next_end:  # else few rows, or no tile
+                        _prefetch_saved(
+                            out_ptr, next_row, next_col * COLS, F, ACTIVATION.gated,
+                            products.shape[1], COLS,
+                        )  # fmt: skip
                 if row < end:
                     if STEP == "fc2_dgrad":
                         _finish_fc2_dgrad(
@@ -635,6 +704,7 @@ def _finish_rows(
                     mbarrier.wait(full.index(half), turn & 1)
                 mbarrier.arrive(free.index(half), count=1)
             turn += 1
+        expert, row_start, end, col = next_expert, next_row_start, next_end, next_col
 
 
 @direct
@@ -648,16 +718,17 @@ def _rows_hopper_kernel(
     out_desc,
     act_ptr,  # [R, F] for the two
     permuted_probs_ptr,  # [R] for the two
-    grad_permuted_probs_ptr,  # [num_cols, R], to be summed, for "fc2_dgrad"
+    grad_permuted_probs_ptr,  # [NUM_COLS, R], to be summed, for "fc2_dgrad"
     R,
     expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
     tile_expert_ptr,  # [num_tiles]
     tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
     num_tiles,
     n_start,  # of the product's columns, `cols` from here on
     cols,
     weight_rows,
+    NUM_COLS: gl.constexpr,  # tiles of a row
     K: gl.constexpr,
     F: gl.constexpr,
     STEP: gl.constexpr,
@@ -711,15 +782,14 @@ def _rows_hopper_kernel(
         for i in gl.static_range(SLOTS):
             mbarrier.init(loaded.index(i), count=1)
     empty, ready = _barriers(STAGES, 65 if GATHER else 1)
-    num_cols = gl.cdiv(cols, BLOCK_N // HALVES)
     gl.warp_specialize(
         [
             (
                 _multiply_rows,
                 (
                     0, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
-                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, HALVES * cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
+                    tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+                    HALVES * cols, NUM_COLS, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
                     GROUP, STAGES,
                 ),
             ),
@@ -727,8 +797,8 @@ def _rows_hopper_kernel(
                 _multiply_rows,
                 (
                     1, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
-                    expert_token_offsets_ptr, tile_expert_ptr, tile_row_start_ptr, num_tiles,
-                    num_cols, HALVES * cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
+                    tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+                    HALVES * cols, NUM_COLS, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
                     GROUP, STAGES,
                 ),
             ),
@@ -736,8 +806,8 @@ def _rows_hopper_kernel(
                 _finish_rows,
                 (
                     out_ptr, out_desc, act_ptr, permuted_probs_ptr, grad_permuted_probs_ptr, R,
-                    products, pieces, saved, loaded, full, free, expert_token_offsets_ptr,
-                    tile_expert_ptr, tile_row_start_ptr, num_tiles, num_cols, cols, F, STEP,
+                    products, pieces, saved, loaded, full, free, tile_expert_ptr,
+                    tile_row_start_ptr, tile_row_end_ptr, num_tiles, cols, NUM_COLS, F, STEP,
                     ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP,
                 ),
             ),
@@ -745,8 +815,8 @@ def _rows_hopper_kernel(
                 _load_rows,
                 (
                     a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, tile_expert_ptr,
-                    tile_row_start_ptr, num_tiles, num_cols, n_start, weight_rows, K, GATHER,
+                    expert_token_indices_ptr, tile_expert_ptr, tile_row_start_ptr,
+                    tile_row_end_ptr, num_tiles, n_start, weight_rows, NUM_COLS, K, GATHER,
                     N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
                 ),
             ),
@@ -797,13 +867,14 @@ def _rows(
         grad_permuted_probs,
         lists.max_rows,
         lists.expert_token_indices,
-        lists.expert_token_offsets,
         lists.tile_expert,
         lists.tile_row_start,
+        lists.tile_row_end,
         lists.num_tiles,
         n_start,
         cols,
         weight_rows,
+        cdiv(cols, BLOCK_N // halves),
         a.shape[1],
         cols if step else 0,
         step,
@@ -881,14 +952,15 @@ def fc2_dgrad(
 
 @gluon.jit
 def _write_part(
-    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
+    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """A square part of a tile, by TMA; one that ends inside is written row by row."""
     SIZE: gl.constexpr = value.shape[0]
     value = value.to(out_ptr.dtype.element_ty)
     target = buffer.permute((1, 0)) if TRANSPOSED else buffer
     if row + SIZE <= row_end:
-        tma.store_wait(1)  # the part before the last one has left this buffer
+        tma.store_wait(BUFFERS - 1)  # the part so many before has left this buffer
         target.store(value)
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
@@ -907,7 +979,7 @@ def _write_part(
 @gluon.jit
 def _write_tile(
     value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
-    buffers,  # shared memory; parts go through the two from `slot` on
+    buffers,  # shared memory; parts go through BUFFERS of them, from `slot` on
     slot: gl.constexpr,
     out_desc,  # [rows, cols]
     out_ptr,  # [rows, cols] by `stride`
@@ -917,29 +989,32 @@ def _write_tile(
     cols,
     stride,
     PART_N: gl.constexpr,
+    BUFFERS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """Parts of PART_N columns, so that one is filled while the other leaves."""
+    """Parts of PART_N columns, so that one is filled while others leave."""
     HALF: gl.constexpr = value.shape[1] // 2
     left, right = _halves(value)
     next_row = row + HALF if TRANSPOSED else row
     next_n = n0 if TRANSPOSED else n0 + HALF
     if HALF > PART_N:
+        next_slot: gl.constexpr = slot + 2 if BUFFERS == 4 else slot
         _write_tile(
-            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N,
+            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N, BUFFERS,
             TRANSPOSED,
         )  # fmt: skip
         _write_tile(
-            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
-            PART_N, TRANSPOSED,
+            right, buffers, next_slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
+            PART_N, BUFFERS, TRANSPOSED,
         )  # fmt: skip
     else:
         _write_part(
-            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
-        )
+            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS,
+            TRANSPOSED,
+        )  # fmt: skip
         _write_part(
             right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
-            stride, TRANSPOSED,
+            stride, BUFFERS, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -955,15 +1030,26 @@ def _copy(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def _weight_tile(
-    index, expert_token_offsets_ptr, M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+    index, expert_token_offsets_ptr, pieces, M: gl.constexpr, N: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Expert, first row and column, and the expert's routed rows of the index-th tile."""
-    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    expert = index // (num_m * num_n)
-    tile_m, tile_n = _tile_of(index % (num_m * num_n), num_m, num_n, GROUP)
-    start = gl.load(expert_token_offsets_ptr + expert)
-    end = gl.load(expert_token_offsets_ptr + expert + 1)
+    """Expert, first row and column, and the expert's routed rows of the index-th tile.
+
+    As `_row_tile` without a wait: none of them past the last tile.
+    """
+    NUM_M: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    NUM_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    LAST: gl.constexpr = NUM_M % GROUP  # row tiles of the last group, if it is narrower
+    expert = index // (NUM_M * NUM_N)
+    tile = index % (NUM_M * NUM_N)
+    first = tile // (GROUP * NUM_N) * GROUP
+    inside = tile % (GROUP * NUM_N)
+    tile_m, tile_n = first + inside % GROUP, inside // GROUP
+    if LAST != 0:
+        if first + GROUP > NUM_M:
+            tile_m, tile_n = first + inside % LAST, inside // LAST
+    start = gl.load(expert_token_offsets_ptr + expert, mask=index < pieces, other=0)
+    end = gl.load(expert_token_offsets_ptr + expert + 1, mask=index < pieces, other=0)
     return expert, tile_m * BLOCK_M, tile_n * BLOCK_N, start, end
 
 
@@ -983,15 +1069,20 @@ def _announce_wgrad(
 ):
     """One warp: passes `copied` on as `ready`; copies come by another proxy than wgmma reads by."""
     step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, _, _, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+    programs = gl.num_programs(0)
+    _, _, _, start, end = _weight_tile(
+        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    )
+    for index in range(gl.program_id(0), pieces, programs):
+        _, _, _, next_start, next_end = _weight_tile(
+            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         for _ in range(start, end, BLOCK_R):
             stage = _await(copied, step, STAGES)
             fence_async_shared()
             mbarrier.arrive(ready.index(stage), count=1)
             step += 1
+        start, end = next_start, next_end
 
 
 @gluon.jit
@@ -1021,12 +1112,16 @@ def _copy_wgrad(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, m0, n0, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+    programs = gl.num_programs(0)
+    _, m0, n0, start, end = _weight_tile(
+        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    )
+    if GATHER:
+        token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
+    for index in range(gl.program_id(0), pieces, programs):
+        _, next_m0, next_n0, next_start, next_end = _weight_tile(
+            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        if GATHER:
-            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             a, b = a_stages.index(stage), b_stages.index(stage)
@@ -1039,10 +1134,17 @@ def _copy_wgrad(
                 for c in gl.static_range(0, BLOCK_N, BLOCK_M):
                     _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
             async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
-            if GATHER:  # read ahead for the next step
-                rows = r0 + BLOCK_R + r
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+            if GATHER:  # read ahead for the next step, which may be the next tile's
+                more = r0 + BLOCK_R < end
+                rows = gl.where(more, r0 + BLOCK_R, next_start) + r
+                inside = rows < gl.where(more, end, next_end)
+                token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
             step += 1
+        if GATHER:
+            if start >= end:
+                rows = next_start + r
+                token = gl.load(expert_token_indices_ptr + rows, mask=rows < next_end, other=0)
+        m0, n0, start, end = next_m0, next_n0, next_start, next_end
 
 
 @gluon.jit
@@ -1067,9 +1169,13 @@ def _fetch_wgrad(
     """One warp: by TMA what `_copy_wgrad` does not copy."""
     BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
     step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, m0, n0, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+    programs = gl.num_programs(0)
+    _, m0, n0, start, end = _weight_tile(
+        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    )
+    for index in range(gl.program_id(0), pieces, programs):
+        _, next_m0, next_n0, next_start, next_end = _weight_tile(
+            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
@@ -1082,6 +1188,7 @@ def _fetch_wgrad(
             else:
                 mbarrier.arrive(bar, count=1)
             step += 1
+        m0, n0, start, end = next_m0, next_n0, next_start, next_end
 
 
 @gluon.jit
@@ -1136,11 +1243,16 @@ def _multiply_wgrad(
 ):
     """One warpgroup: the sum over an expert's rows, written as it is or added to what is there."""
     HALF_M: gl.constexpr = BLOCK_M // 2
+    BUFFERS: gl.constexpr = buffers.shape[0] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        expert, m0, n0, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+    programs = gl.num_programs(0)
+    expert, m0, n0, start, end = _weight_tile(
+        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    )
+    for index in range(gl.program_id(0), pieces, programs):
+        next_expert, next_m0, next_n0, next_start, next_end = _weight_tile(
+            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         m0 += half * HALF_M
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
@@ -1162,9 +1274,10 @@ def _multiply_wgrad(
             first = expert * (out_stride_e // out_stride)
             row, col = (n0, m0) if TRANSPOSED else (m0, n0)
             _write_tile(
-                acc, buffers, 2 * half, out_desc, out_ptr, first + row, first + rows, col, cols,
-                out_stride, PART_N, TRANSPOSED,
+                acc, buffers, BUFFERS * half, out_desc, out_ptr, first + row, first + rows, col,
+                cols, out_stride, PART_N, BUFFERS, TRANSPOSED,
             )  # fmt: skip
+        expert, m0, n0, start, end = next_expert, next_m0, next_n0, next_start, next_end
     tma.store_wait(0)
 
 
@@ -1205,7 +1318,8 @@ def _wgrad_hopper_kernel(
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_N, PART_N], dtype)
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
-    buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
+    BUFFERS: gl.constexpr = 2 if STAGES == 4 else 4  # each warpgroup's, of the memory that is left
+    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART_N, PART_N], part_layout)
     empty, ready = _barriers(STAGES, 2)
     copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -34,7 +34,8 @@ class IndexLists:
         token_expert_indices: [T, K] token -> its experts, -1 = none.
         token_index_map: [T, K] (token, k) -> row, -1 = none.
         tile_expert: [num_tiles] row tile -> expert, -1 = past the end.
-        tile_row_start: [num_tiles] row tile -> its first row.
+        tile_row_start: [num_tiles] row tile -> its first row, -1 = past the end.
+        tile_row_end: [num_tiles] row tile -> the row behind its last, -1 = past the end.
     """
 
     tokens_per_expert: torch.Tensor
@@ -44,6 +45,7 @@ class IndexLists:
     token_index_map: torch.Tensor
     tile_expert: torch.Tensor
     tile_row_start: torch.Tensor
+    tile_row_end: torch.Tensor
 
     @property
     def num_experts(self) -> int:
@@ -170,6 +172,7 @@ def _tiles_kernel(
     expert_token_offsets_ptr,  # [E+1] int32
     tile_expert_ptr,  # [num_tiles] int32
     tile_row_start_ptr,  # [num_tiles] int32
+    tile_row_end_ptr,  # [num_tiles] int32
     num_tiles,
     E,
     BLOCK_R: tl.constexpr,
@@ -182,19 +185,24 @@ def _tiles_kernel(
     count = tl.load(tokens_per_expert_ptr + i, mask=i < E, other=0)
     tiles = (count + BLOCK_R - 1) // BLOCK_R
     start = tl.sum(tl.where(i < e, count, 0))
+    end = tl.sum(tl.where(i <= e, count, 0))
     first = tl.sum(tl.where(i < e, tiles, 0))
     last = tl.sum(tl.where(i <= e, tiles, 0))
     tl.store(expert_token_offsets_ptr + e, start)
     for j0 in range(0, last - first, BLOCK):
         j = j0 + tl.arange(0, BLOCK)
         tl.store(tile_expert_ptr + first + j, e, mask=j < last - first)
-        tl.store(tile_row_start_ptr + first + j, start + j * BLOCK_R, mask=j < last - first)
+        row = start + j * BLOCK_R
+        tl.store(tile_row_start_ptr + first + j, row, mask=j < last - first)
+        row_end = tl.minimum(row + BLOCK_R, end)
+        tl.store(tile_row_end_ptr + first + j, row_end, mask=j < last - first)
     if e == E - 1:
         tl.store(expert_token_offsets_ptr + E, tl.sum(count))
         for j0 in range(last, num_tiles, BLOCK):
             j = j0 + tl.arange(0, BLOCK)
             tl.store(tile_expert_ptr + j, -1, mask=j < num_tiles)
             tl.store(tile_row_start_ptr + j, -1, mask=j < num_tiles)
+            tl.store(tile_row_end_ptr + j, -1, mask=j < num_tiles)
 
 
 @direct
@@ -256,6 +264,7 @@ def index_lists(
         token_index_map=empty(T, K),
         tile_expert=empty(num_tiles),
         tile_row_start=empty(num_tiles),
+        tile_row_end=empty(num_tiles),
     )
     chunk_base = empty(E, num_chunks)
     BLOCK_E = triton.next_power_of_2(E)
@@ -274,6 +283,7 @@ def index_lists(
         lists.expert_token_offsets,
         lists.tile_expert,
         lists.tile_row_start,
+        lists.tile_row_end,
         num_tiles,
         E,
         BLOCK_R,

@@ -101,11 +101,13 @@ def index_lists(
 
     tiles = (tokens_per_expert + BLOCK_R - 1) // BLOCK_R
     tile_expert = flat.new_full((max_tiles(bound, num_experts),), -1)
-    tile_row_start = tile_expert.clone()
+    tile_row_start, tile_row_end = tile_expert.clone(), tile_expert.clone()
     expert = torch.arange(num_experts, device=flat.device).repeat_interleave(tiles)
     nth = torch.arange(expert.numel(), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]
     tile_expert[: expert.numel()] = expert
-    tile_row_start[: expert.numel()] = offsets[expert] + nth * BLOCK_R
+    start = offsets[expert] + nth * BLOCK_R
+    tile_row_start[: expert.numel()] = start
+    tile_row_end[: expert.numel()] = torch.minimum(start + BLOCK_R, offsets[expert + 1])
     return IndexLists(
         tokens_per_expert=tokens_per_expert.int(),
         expert_token_offsets=offsets.int(),
@@ -114,6 +116,7 @@ def index_lists(
         token_index_map=token_index_map.view(T, K).int(),
         tile_expert=tile_expert.int(),
         tile_row_start=tile_row_start.int(),
+        tile_row_end=tile_row_end.int(),
     )
 
 
