@@ -502,26 +502,6 @@ def _finish_fc1(
 
 
 @gluon.jit
-def _prefetch_saved(
-    ptr, row, f0, F: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr
-):
-    """Half a tile's fc1_output into L2, a tile ahead: from memory it would come too late."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
-    r = gl.arange(0, ROWS, layout)
-    size = gl.full([ROWS], 0, gl.int32, layout) + 2 * gl.minimum(F - f0, COLS)
-    for side in gl.static_range(2 if GATED else 1):
-        ptrs = ptr + row.to(gl.int64) * (2 * F if GATED else F) + side * F + f0
-        gl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [(ptrs + r * (2 * F if GATED else F)).to(gl.int64), size],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
 def _fetch_saved(
     i, fc1_output_desc, saved, loaded, row, f0, F: gl.constexpr, GATED: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -673,13 +653,6 @@ def _finish_rows(
             n0 = col * COLS
             for half in range(2):
                 row = row_start + half * products.shape[1]
-                next_row = next_row_start + half * products.shape[1]
-                if STEP == "fc2_dgrad":
-                    if next_row + products.shape[1] <= next_end:  # else few rows, or no tile
-                        _prefetch_saved(
-                            out_ptr, next_row, next_col * COLS, F, ACTIVATION.gated,
-                            products.shape[1], COLS,
-                        )  # fmt: skip
                 if row < end:
                     if STEP == "fc2_dgrad":
                         _finish_fc2_dgrad(
@@ -1077,10 +1050,12 @@ def _announce_wgrad(
         _, _, _, next_start, next_end = _weight_tile(
             index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for _ in range(start, end, BLOCK_R):
+        for done in range(0, end - start, BLOCK_R):
             stage = _await(copied, step, STAGES)
             fence_async_shared()
-            mbarrier.arrive(ready.index(stage), count=1)
+            # Triton 3.6 takes a value that only bounds an inner loop for dead and carries it no
+            # further, so the rows of the tile have a use here.
+            mbarrier.arrive(ready.index(stage), count=1, pred=start < end)
             step += 1
         start, end = next_start, next_end
 
@@ -1122,7 +1097,8 @@ def _copy_wgrad(
         _, next_m0, next_n0, next_start, next_end = _weight_tile(
             index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for r0 in range(start, end, BLOCK_R):
+        for done in range(0, end - start, BLOCK_R):
+            r0 = start + done
             stage = _await_empty(empty, step, STAGES)
             a, b = a_stages.index(stage), b_stages.index(stage)
             if r0 + BLOCK_R <= end:
@@ -1177,7 +1153,8 @@ def _fetch_wgrad(
         _, next_m0, next_n0, next_start, next_end = _weight_tile(
             index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for r0 in range(start, end, BLOCK_R):
+        for done in range(0, end - start, BLOCK_R):
+            r0 = start + done
             stage = _await_empty(empty, step, STAGES)
             bar = ready.index(stage)
             if r0 + BLOCK_R <= end:
