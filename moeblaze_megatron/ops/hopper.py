@@ -1050,7 +1050,7 @@ def _announce_wgrad(
         _, _, _, next_start, next_end = _weight_tile(
             index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for done in range(0, end - start, BLOCK_R):
+        for _done in range(0, end - start, BLOCK_R):
             stage = _await(copied, step, STAGES)
             fence_async_shared()
             # Triton 3.6 takes a value that only bounds an inner loop for dead and carries it no
