@@ -475,6 +475,7 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
     ):
         training = without(training, flag)
     found, versions = {}, {}
+    share = 1.0  # of what the estimate promises, as the dispatcher before has shown
     for dispatcher, start in zip(arguments.dispatchers, starts, strict=True):
 
         def fits(batch: int, dispatcher: str = dispatcher) -> bool:
@@ -500,7 +501,8 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
             return result
 
-        found[dispatcher] = largest(fits, start, arguments.batch_step)
+        found[dispatcher] = largest(fits, int(share * start), arguments.batch_step)
+        share = found[dispatcher] / start or share
     report = {"largest_micro_batch": found, "versions": versions}
     (arguments.out / "max_batch.json").write_text(json.dumps(report, indent=1))
     for dispatcher, batch in found.items():

@@ -179,6 +179,14 @@ def test_the_search_begins_where_the_estimate_fills_the_gpu(monkeypatch, tmp_pat
     assert start < least == most
 
 
+def test_the_search_learns_from_the_dispatcher_before(monkeypatch, tmp_path):
+    """Where the baseline fits 3/4 of what was estimated, the other begins at 3/4 of its own."""
+    monkeypatch.setattr(compare, "likely", lambda training, dispatcher, processes: 32)
+    ran = fake_gpu(monkeypatch, {"alltoall": 24, "moeblaze": 25}, "torch.OutOfMemoryError: CUDA")
+    compare.main(["--find-max-batch", "--out", str(tmp_path), "--", "--lr", "1"])
+    assert [batch for dispatcher, batch in ran if dispatcher == "moeblaze"] == [24, 25, 27, 26]
+
+
 def test_sizes_that_no_run_has_are_named_before_a_try(monkeypatch, tmp_path):
     ran = fake_gpu(monkeypatch, {}, "")
     flags = quickstart.training_flags(quickstart.GPU_SIZES, tmp_path, 10)
