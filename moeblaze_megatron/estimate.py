@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         flags.add_argument(f"--{name}", type=int, default=default)
     flags.add_argument("--moe-layer-freq", type=str, default="1")
+    flags.add_argument("--position-embedding-type", type=str, default="learned_absolute")
     flags.add_argument("--recompute-granularity", choices=("full", "selective"))
     for name in (
         *("swiglu", "quick-geglu", "disable-bias-linear", "bf16", "fp16"),
@@ -208,6 +209,8 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         attention = H * (2 * query + 2 * groups * head)
         attention += biases * (query + 2 * groups * head + H)
         heads = 2 * query + 2 * groups * head
+        if flags.position_embedding_type in ("rope", "mrope", "yarn"):
+            heads += query + groups * head  # q and k turned; v keeps what they were, of one tensor
     sparse = moe_layers(flags.moe_layer_freq, flags.num_layers)
     dense = flags.num_layers - sparse
     # Megatron's own sizes where none is given.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,18 @@ def test_smallest_recipe_trains(plain_env):
     output = example("recipes/moe_1b.sh", *small.split(), env=plain_env)
     assert output.count(" lm loss: ") == 3
     assert "MoEBlazeTokenDispatcher and MoEBlazeExperts" in output
+
+
+def test_turned_queries_and_keys_are_kept_beside_the_plain_ones():
+    """Peaks that `compare` measured with alltoall at two micro-batches (`docs/results.md`)."""
+    recipe = (RECIPES / "moe_1b.sh").read_text()
+    words = re.search(r"FLAGS=\((.*?)--transformer-impl", recipe, re.DOTALL)[1].split()
+
+    def total(batch):
+        sizes = ["--micro-batch-size", str(batch), "--global-batch-size", str(batch)]
+        return estimate.totals([*words, *sizes], 1)["alltoall"]
+
+    assert total(136) - total(16) == pytest.approx(137_497_328_128 - 32_613_515_264, rel=1e-3)
 
 
 @pytest.mark.parametrize("dispatcher", estimate.DISPATCHERS)
