@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -230,21 +229,26 @@ def run_kernels(arguments, report: dict) -> None:
 
 
 def run_host(arguments, report: dict) -> None:
-    print(f"\n{'host time of one layer':24} {'system':13} {'forward us':>11} {'fwd+bwd us':>11}")
+    arguments.peers = [name for name in arguments.peers if name != CEILING]
+    print(f"\n{'host time of a layer, us':24} {'':13}{'alone':>22}{f'of {arguments.sets}':>22}")
+    print(f"{'':24} {'system':13}" + 2 * f"{'forward':>11}{'fwd+bwd':>11}")
     for title, shape in arguments.shapes:
         layers, rows = prepare(title, shape, input_sets(shape, arguments), arguments.peers)
         report[title] = rows
         for name, (layer, sets) in layers.items():
-            for mode, run in MODES.items():
-                call = partial(run, layer, sets[0])
-                host_microseconds(call, 3)  # compiles
-                rows[name][mode] = host_microseconds(call, arguments.steps)
+            for kind, stack in (("alone", sets[:1]), ("stacked", sets)):
+                for mode in MODES:
+                    backward = mode != "forward"
+                    host_microseconds(layer, stack, backward)  # compiles
+                    us = host_microseconds(layer, stack, backward, arguments.steps)
+                    rows[name][f"{mode}, {kind}"] = us
         for name, row in rows.items():
             if "failed" in row:
                 print(f"{title:24} {failure(name, row)}")
             else:
-                us = " ".join(f"{row[mode]:11.0f}" for mode in MODES)
-                print(f"{title:24} {name:13} {us}", flush=True)
+                keys = [f"{mode}, {kind}" for kind in ("alone", "stacked") for mode in MODES]
+                us = "".join(f"{row[key]:11.0f}" for key in keys)
+                print(f"{title:24} {name:13}{us}", flush=True)
 
 
 def run_scaling(arguments, report: dict) -> None:
@@ -335,7 +339,10 @@ COMMANDS = {
     "memory": (run_memory, "bytes held for backward and peak, against their closed form"),
     "scaling": (run_scaling, "how time and peak grow when T, E and K double, twice"),
     "kernels": (run_kernels, "every kernel of this package alone, in TFLOP/s or TB/s"),
-    "host": (run_host, "what launching a layer costs the host, beside the peers"),
+    "host": (
+        run_host,
+        "what launching a layer costs the host, alone and in a stack, beside the peers",
+    ),
     "paper": (run_paper, "the MoEBlaze paper's seven configurations, its figures beside ours"),
     "expert_parallel": (
         run_expert_parallel,
@@ -397,7 +404,11 @@ def parser() -> argparse.ArgumentParser:
         add("--routing", choices=ROUTINGS, default="uneven",
             help="how tokens choose experts (default: %(default)s)")  # fmt: skip
         add("--steps", type=int, default=30, help="timed steps a system (default: %(default)s)")
-        add("--sets", type=int, default=2, help="input sets to rotate (default: %(default)s)")
+        if name == "host":
+            add("--layers", dest="sets", metavar="N", type=int, default=8,
+                help="how many are stacked, as in a model (default: %(default)s)")  # fmt: skip
+        else:
+            add("--sets", type=int, default=2, help="input sets to rotate (default: %(default)s)")
         add("--json", type=Path, metavar="FILE", help="write all figures there")
     return out
 
@@ -419,7 +430,7 @@ def settle(arguments) -> None:
     """
     table.use(None)
     if arguments.steps < 10 or arguments.sets < 1:
-        raise ValueError("--steps is at least 10 and --sets at least 1")
+        raise ValueError("--steps is at least 10, --sets and --layers at least 1")
     if arguments.json and not arguments.json.parent.is_dir():
         raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     if getattr(arguments, "plot", None) and not find_spec("matplotlib"):

@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 
 import torch
@@ -112,14 +113,23 @@ def time_layers(layers: dict, steps: int, **ranks: Callable) -> dict[str, dict]:
     return times
 
 
-def host_microseconds(call: Callable[[], object], steps: int) -> float:
-    """What one call costs the host, with the GPU idle before it: the launches alone."""
+def host_microseconds(layer: Layer, stack: list[Inputs], backward: bool, steps: int = 3) -> float:
+    """What each layer of a stack costs the host, with the GPU idle before: the launches alone.
+
+    Each has the inputs of its own, but for x, which is the output of the one before.
+    """
     times = []
     for _ in range(steps):
         synchronize()
         begin = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - begin))
+        x = stack[0].x
+        for inputs in stack:
+            x = layer(replace(inputs, x=x))
+        if backward:
+            x.backward(inputs.grad_output)
+        times.append(1e6 * (time.perf_counter() - begin) / len(stack))
+        for inputs in stack:
+            inputs.clear_grads()
     return statistics.median(times)
 
 
