@@ -559,6 +559,18 @@ def test_all_reasons_at_once():
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_a_bound_on_the_rows_that_is_too_low_is_refused(check):
+    """Rows past it would be written out of bounds on a GPU, where nobody looks without `check`."""
+    ids = torch.tensor([[0, 1], [1, -1]])
+    assert index_lists_from_topk(ids, 2, max_rows=3, check=check).max_rows == 3
+    with pytest.raises(ValueError, match="3 ids name an expert, but max_rows=2"):
+        index_lists_from_topk(ids, 2, max_rows=2, check=check)
+    for bad in (-1, 2.0):
+        with pytest.raises(ValueError, match=f"max_rows={bad} must be an int, 0 or more"):
+            index_lists_from_topk(ids, 2, max_rows=bad)
+
+
 @pytest.mark.parametrize("dtype", ID_DTYPES, ids=str)
 @pytest.mark.parametrize("num_experts", [4, 300])
 def test_ids_of_every_integer_dtype(dtype, num_experts, device):

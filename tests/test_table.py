@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import Case, assert_as_close_as_torch, expected, layer_of, operands, routing, run
 
-from moeblaze_megatron import doctor
+from moeblaze_megatron import aot, doctor
 from moeblaze_megatron.aot import MAX_SHARED
 from moeblaze_megatron.ops import hopper, table
 from moeblaze_megatron.ops.table import Copy, Key, Ring, Tile
@@ -226,6 +226,18 @@ def test_an_entry_that_does_not_fit_the_gpu_is_named(tmp_path, plain_env):
         )
         for words in (f"kernel table {named}", need, remedy, "\nas it is\n"):
             assert words in result.stdout, (words, result.stdout)
+
+
+def test_kernels_compile_ahead_with_entries_for_the_gpu_at_hand(monkeypatch):
+    """So that `doctor` tells of one that does not fit before a launch fails."""
+    names = ("NVIDIA H200", "sm_90", "any")
+    monkeypatch.setattr(table, "interpreting", lambda: False)
+    monkeypatch.setattr(table, "_gpus_of_device", lambda device: names)
+    for found, arch, gpus in ((True, 90, names), (True, 80, ("sm_80", "any")),
+                              (False, 90, ("sm_90", "any"))):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        with aot.launching_nothing(arch):
+            assert table.gpus_of(torch.empty(0, device="meta")) == gpus
 
 
 def test_kernels_run_with_the_users_table(users_table, device):

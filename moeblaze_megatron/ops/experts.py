@@ -46,10 +46,12 @@ def index_lists_from_topk(
             int32 ids become part of the lists without a copy: do not write over them.
         num_experts: E, at most 1,024; K at most 32.
         max_rows: the number of ids that name an expert, or a bound on it, where the caller knows
-            one below T*K; buffers are sized by it and rows past it are written out of bounds.
+            one below T*K; buffers are sized by it, and rows past it are written out of bounds
+            unless `check` refuses them.
         check: look at the ids, which waits for the device; always done on the CPU.
     Raises:
-        ValueError: sizes out of range or, when checked, ids out of range or named twice.
+        ValueError: sizes out of range or, when checked, ids out of range, named twice, or more
+            than `max_rows`.
     """
     if (
         not torch.is_tensor(topk_indices)
@@ -60,8 +62,10 @@ def index_lists_from_topk(
             f"topk_indices must be a [T, K] integer tensor; got {_described(topk_indices)}"
         )
     _check_sizes(num_experts, topk_indices.shape[1])
+    if max_rows is not None and not (isinstance(max_rows, int) and max_rows >= 0):
+        raise ValueError(f"max_rows={max_rows!r} must be an int, 0 or more, or None")
     if check or not topk_indices.is_cuda:
-        _check_ids(topk_indices, num_experts)
+        _check_ids(topk_indices, num_experts, max_rows)
     elif topk_indices.dtype is torch.int64:  # so that none wraps into 0..E-1 as int32
         topk_indices = topk_indices.clamp(-1, num_experts)
     topk_indices = topk_indices.to(torch.int32).contiguous()
@@ -124,7 +128,7 @@ def _check_sizes(num_experts: int, topk: int) -> None:
         raise ValueError("moeblaze does not support: " + "; ".join(reasons))
 
 
-def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
+def _check_ids(topk_indices: torch.Tensor, num_experts: int, max_rows: int | None) -> None:
     reasons = []
     topk_indices = topk_indices.long()  # a narrow dtype does not hold -1, or num_experts
     outside = (topk_indices < -1) | (topk_indices >= num_experts)
@@ -142,6 +146,9 @@ def _check_ids(topk_indices: torch.Tensor, num_experts: int) -> None:
             f"token {token} names an expert twice: {topk_indices[token].tolist()}; merge the two "
             "probabilities or mark one slot -1"
         )
+    rows = int((~outside & (topk_indices >= 0)).sum())
+    if max_rows is not None and rows > max_rows:
+        reasons.append(f"{rows} ids name an expert, but max_rows={max_rows}; leave it out")
     if reasons:
         raise ValueError("topk_indices: " + "; ".join(reasons))
 

@@ -255,8 +255,10 @@ def gpus_of(tensor: torch.Tensor) -> tuple[str, ...]:
         return ("interpreter",)
     if tensor.is_cuda:
         return _gpus_of_device(tensor.device)
-    if tensor.is_meta:  # `aot` compiles
-        return f"sm_{triton.runtime.driver.active.get_current_target().arch}", "any"
+    if tensor.is_meta:  # `aot` compiles, for the GPU at hand or for another
+        arch = f"sm_{triton.runtime.driver.active.get_current_target().arch}"
+        here = _gpus_of_device(torch.device("cuda")) if torch.cuda.is_available() else ()
+        return here if arch in here else (arch, "any")
     return ("any",)
 
 
