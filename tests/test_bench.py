@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,20 +242,30 @@ def test_command_line_names_what_is_wrong(plain_env):
 
 
 @needs_megatron_on_cpu
-def test_expert_parallel_table(plain_env, tmp_path):
+@pytest.mark.parametrize("flex", [False, True], ids=["alltoall", "flex"])
+def test_expert_parallel_table(plain_env, tmp_path, flex):
     """Top 4 of 8 experts on 2 ranks: half of 4*64 rows by expert leave, and at most 64 by rank."""
     report = tmp_path / "report.json"
+    program = (
+        [str(Path(__file__).with_name("deepep_stand_in.py"))]
+        if flex
+        else ["-m", "moeblaze_megatron.bench"]
+    )
     command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-               *("--nproc-per-node", "2", "-m", "moeblaze_megatron.bench", "expert_parallel"),
+               *("--nproc-per-node", "2", *program, "expert_parallel"),
                *("64,32,16,8,4", "--steps", "10", "--json", str(report))]  # fmt: skip
     env = plain_env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("alltoall / moeblaze: forward") == 1
+    assert done.stdout.count("flex / moeblaze: forward") == flex
     rows = json.loads(report.read_text())["64,32,16,8,4"]
     ours, theirs = rows["moeblaze"], rows["alltoall"]
     assert 100 < theirs["rows"] < 160 and 56 < ours["rows"] <= 64
     assert 1e-4 < ours["error"] < 2e-2
+    if flex:
+        assert rows["flex"]["rows"] == ours["rows"] and rows["flex"]["bytes"] is None
+        assert 1e-4 < rows["flex"]["error"] < 2e-2
     # Rows of bf16 there and back, forward and backward; what comes back differs a little.
     for row in (ours, theirs):
         assert 0.8 < row["bytes"] / (4 * 64 * row["rows"]) < 1.5

@@ -346,7 +346,7 @@ COMMANDS = {
     "paper": (run_paper, "the MoEBlaze paper's seven configurations, its figures beside ours"),
     "expert_parallel": (
         run_expert_parallel,
-        "dispatch, experts and combine over the ranks of torchrun, beside Megatron's alltoall",
+        "dispatch, experts and combine over the ranks of torchrun, beside Megatron's own",
     ),
     "weak_scaling": (
         run_weak_scaling,
@@ -480,7 +480,7 @@ def main() -> None:
         f"{arguments.steps} steps"
     )
     if arguments.command == "expert_parallel":
-        header += f", {ranks}; {expert_parallel.STOCK}: {expert_parallel.ABOUT}"
+        header += f", {ranks}; {expert_parallel.ABOUT}"
     if RANK == 0:
         print(header, flush=True)
     report = {"header": header}

@@ -1,10 +1,10 @@
-"""One layer's dispatch, experts and combine over N ranks: ours beside Megatron's alltoall.
+"""One layer's dispatch, experts and combine over N ranks: ours beside Megatron's own.
 
     torchrun --nproc-per-node 2 -m moeblaze_megatron.bench expert_parallel qwen3-30b
 
 Dispatcher and experts are called as Megatron's `MoELayer` calls them, with a routing given. Beside
-alltoall, without Transformer Engine, stand the strongest experts that torch has: its grouped GEMM,
-and between the two the fused activation of Megatron's grouped experts.
+alltoall, and beside flex where DeepEP is installed, stand the strongest experts that torch has: its
+grouped GEMM, and between the two the fused activation of Megatron's grouped experts.
 
 T tokens of one rank, K experts per token, E experts of all ranks, EP ranks, H hidden size, F ffn
 hidden size of one expert.
@@ -35,10 +35,11 @@ from moeblaze_megatron.bench.shapes import DEVICE, Shape, choices
 from moeblaze_megatron.processes import NO_MULTICAST, torchrun_command
 
 STOCK = "alltoall"
-SYSTEMS = ("moeblaze", STOCK)
+FLEX = "flex"  # over DeepEP, which sends bf16
 ABOUT = (
-    "Megatron's all-to-all dispatcher (no permute fusion, which is Transformer Engine's), torch "
-    "grouped_mm and Megatron's fused swiglu"
+    "alltoall: Megatron's all-to-all dispatcher (no permute fusion, which is Transformer "
+    "Engine's), torch grouped_mm and Megatron's fused swiglu; flex: the same with DeepEP, where "
+    "installed"
 )
 
 
@@ -114,8 +115,8 @@ def tokens_for(shape: Shape, routing: str, seed: int, weights: tuple) -> Tokens:
 def systems(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Callable], tuple]:
     """{system: layer from `Tokens` to output [T, H]}, and the weights that all of them use."""
     from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+    from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moeblaze_megatron.mcore.dispatcher import MoEBlazeTokenDispatcher
@@ -124,6 +125,13 @@ def systems(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Callable], tupl
     groups, EP, rank = get_default_pg_collection(), dist.get_world_size(), dist.get_rank()
     number = shape.E // EP
     local = list(range(rank * number, (rank + 1) * number))
+    dispatchers = {
+        "moeblaze": MoEBlazeTokenDispatcher,
+        STOCK: token_dispatcher.MoEAlltoAllTokenDispatcher,
+    }
+    # Megatron has no `fused_dispatch` without DeepEP.
+    if EP > 1 and dtype is torch.bfloat16 and token_dispatcher.fused_dispatch is not None:
+        dispatchers[FLEX] = token_dispatcher.MoEFlexTokenDispatcher
     configs = {
         name: TransformerConfig(
             num_layers=1,
@@ -143,7 +151,7 @@ def systems(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Callable], tupl
             fp16=dtype == torch.float16,
             perform_initialization=False,
         )
-        for name in SYSTEMS
+        for name in dispatchers
     }
     ours = MoEBlazeExperts(number, configs["moeblaze"], pg_collection=groups)
     weights = fc1_weight, fc2_weight = ours.linear_fc1.weight, ours.linear_fc2.weight
@@ -158,13 +166,12 @@ def systems(shape: Shape, dtype: torch.dtype) -> tuple[dict[str, Callable], tupl
         act = weighted_bias_swiglu_impl(fc1_output, None, probs[:, None])
         return grouped_gemm(act, fc2_weight.mT, offs=offs), None
 
-    parts = {
-        "moeblaze": (MoEBlazeTokenDispatcher, ours),
-        STOCK: (MoEAlltoAllTokenDispatcher, grouped),
-    }
     return {
-        name: layer(dispatcher(number, local, configs[name], groups), experts)
-        for name, (dispatcher, experts) in parts.items()
+        name: layer(
+            dispatcher(number, local, configs[name], groups),
+            ours if name == "moeblaze" else grouped,
+        )
+        for name, dispatcher in dispatchers.items()
     }, weights
 
 
@@ -213,13 +220,17 @@ def rows_to_others(name: str, tokens: Tokens) -> int:
     return int(rows.sum() - rows[rank])
 
 
-def traffic(name: str, layer: Callable, tokens: Tokens) -> dict[str, int]:
+def traffic(name: str, layer: Callable, tokens: Tokens) -> dict[str, int | None]:
     """Rows that dispatch sends to other ranks, and bytes of forward and backward.
+
+    DeepEP's are not seen: its rows are those that the routing asks for, its bytes None.
 
     Raises:
         ValueError: not one exchange in the forward pass has as many rows as the routing says. (A
             single rank exchanges nothing.)
     """
+    if name == FLEX:
+        return {"rows": rows_to_others(name, tokens), "bytes": None}
     tokens.clear_grads()
     with counted_exchanges() as exchanges:
         output = layer(tokens)
@@ -246,19 +257,19 @@ def results(layer: Callable, tokens: Tokens) -> dict[str, torch.Tensor]:
     return found
 
 
-def difference(found: dict, expected: dict) -> float:
-    """The largest relative norm of a difference among output and gradients.
+def difference(name: str, found: dict, expected: dict) -> float:
+    """The largest relative norm of a difference among output and gradients to `STOCK`'s.
 
     Raises:
         ValueError: when it is beyond what two results of this dtype can differ by.
     """
     off = {
-        name: ((value.float() - expected[name].float()).norm() / expected[name].norm()).item()
-        for name, value in found.items()
+        key: ((value.float() - expected[key].float()).norm() / expected[key].norm()).item()
+        for key, value in found.items()
     }
     limit = 2 * ERROR_LIMIT[found["output"].dtype]
     if not all(value <= limit for value in off.values()):
-        raise ValueError(f"moeblaze and {STOCK} differ by {off}, so they are not timed")
+        raise ValueError(f"{name} and {STOCK} differ by {off}, so they are not timed")
     return max(off.values())
 
 
@@ -285,7 +296,9 @@ def bench(title: str, shape: Shape, arguments, progress: Callable[[str], None]) 
         progress(f"{title}: checking {name}, which compiles at first use")
         found[name] = results(run, sets[0])
         rows[name] = traffic(name, run, sets[0])
-    rows["moeblaze"]["error"] = difference(found["moeblaze"], found[STOCK])
+    for name in layers:
+        if name != STOCK:
+            rows[name]["error"] = difference(name, found[name], found[STOCK])
     del found
     for name, run in layers.items():
         rows[name] |= measure_memory(run, sets[0])
@@ -305,6 +318,10 @@ def bench(title: str, shape: Shape, arguments, progress: Callable[[str], None]) 
     return rows
 
 
+def megabytes(row: dict, cell: Callable) -> str:
+    return cell(None if row["bytes"] is None else row["bytes"] / 1e6, 9, ".1f")
+
+
 def print_rows(title: str, shape: Shape, rows: dict, cell: Callable) -> None:
     """Prints the table, and how much faster ours is."""
     EP = dist.get_world_size()
@@ -321,11 +338,12 @@ def print_rows(title: str, shape: Shape, rows: dict, cell: Callable) -> None:
             line += f" {ms['p50']:{width}.3f} {ms['p20']:8.3f}-{ms['p80']:<8.3f}"
         print(
             f"{line} {row['forward+backward']['tflops']:8.0f} {cell(row['held'], 9)} "
-            f"{cell(row['peak'], 9)} {row['rows']:10.0f} {row['bytes'] / 1e6:9.1f} "
+            f"{cell(row['peak'], 9)} {row['rows']:10.0f} {megabytes(row, cell)} "
             f"{cell(row.get('error'), 8, '.1e')}"
         )
-    ratios = [rows[STOCK][mode]["p50"] / rows["moeblaze"][mode]["p50"] for mode in MODES]
-    print(f"{STOCK} / moeblaze: forward {ratios[0]:.2f}, fwd+bwd {ratios[1]:.2f}", flush=True)
+    for name in list(rows)[1:]:
+        ratios = [rows[name][mode]["p50"] / rows["moeblaze"][mode]["p50"] for mode in MODES]
+        print(f"{name} / moeblaze: forward {ratios[0]:.2f}, fwd+bwd {ratios[1]:.2f}", flush=True)
 
 
 def check_scaling(arguments) -> None:
@@ -390,5 +408,6 @@ def print_scaling(title: str, shape: Shape, found: dict[int, dict], cell: Callab
             line = f"{number:5} {name:9}"
             for mode, width in zip(MODES, (10, 11), strict=True):
                 ms = row[mode]["p50"]
-                line += f" {ms:{width}.3f} {first[name][mode]['p50'] / ms:10.1%}"
-            print(f"{line} {row['rows']:10.0f} {row['bytes'] / 1e6:9.1f} {cell(row['peak'], 9)}")
+                whole = first[name][mode]["p50"] / ms if name in first else None
+                line += f" {ms:{width}.3f} {cell(whole, 10, '.1%')}"
+            print(f"{line} {row['rows']:10.0f} {megabytes(row, cell)} {cell(row['peak'], 9)}")
