@@ -454,7 +454,7 @@ def likely(training: list[str], dispatcher: str, processes: int) -> int:
 
     sizes = [estimated(1), estimated(2)]
     if None in sizes:
-        return value_of(training, "--micro-batch-size", 1)
+        return max(1, value_of(training, "--micro-batch-size", 1))
     memory = torch.cuda.get_device_properties(0).total_memory
     return 1 + max(0, int((memory - sizes[0]) / (sizes[1] - sizes[0])))
 
@@ -475,7 +475,8 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
     ):
         training = without(training, flag)
     found, versions = {}, {}
-    share = 1.0  # of what the estimate promises, as the dispatcher before has shown
+    share = 1.0  # of its start that the dispatcher before fits; both are estimates, or neither
+    alike = len({name in estimate.DISPATCHERS for name in arguments.dispatchers}) == 1
     for dispatcher, start in zip(arguments.dispatchers, starts, strict=True):
 
         def fits(batch: int, dispatcher: str = dispatcher) -> bool:
@@ -501,8 +502,9 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
             return result
 
-        found[dispatcher] = largest(fits, int(share * start), arguments.batch_step)
-        share = found[dispatcher] / start or share
+        found[dispatcher] = largest(fits, round(share * start), arguments.batch_step)
+        if alike:
+            share = found[dispatcher] / start or share
     report = {"largest_micro_batch": found, "versions": versions}
     (arguments.out / "max_batch.json").write_text(json.dumps(report, indent=1))
     for dispatcher, batch in found.items():
