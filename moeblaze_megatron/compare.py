@@ -119,6 +119,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
     if arguments.find_max_batch and arguments.only:
         parser.error("--only names runs to compare; --find-max-batch has none")
+    if len(set(arguments.dispatchers)) < 2:
+        parser.error(f"--dispatchers names {arguments.dispatchers[0]} twice; name another")
     if arguments.batch_step < 1:
         parser.error(f"--batch-step must be 1 or more, got {arguments.batch_step}")
     if arguments.out.exists() and not arguments.out.is_dir():

@@ -45,6 +45,7 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
     [
         (["--"], "nothing follows --"),
         (["--train-iters", "20", "--"], "unrecognized arguments: --train-iters; flags of Megatron"),
+        (["--dispatchers", "moeblaze", "moeblaze"], "--dispatchers names moeblaze twice"),
         (["--batch-step", "0"], "--batch-step must be 1 or more, got 0"),
         (["--only", "moeblaze"], "invalid choice: 'moeblaze'"),
         (["--only", "noise", "--find-max-batch"], "--only names runs to compare"),
