@@ -119,6 +119,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--processes must be 1 or more, got {arguments.processes}")
     if arguments.find_max_batch and arguments.only:
         parser.error("--only names runs to compare; --find-max-batch has none")
+    if len(set(arguments.dispatchers)) < 2:
+        parser.error(f"--dispatchers names {arguments.dispatchers[0]} twice; name another")
     if arguments.batch_step < 1:
         parser.error(f"--batch-step must be 1 or more, got {arguments.batch_step}")
     if arguments.out.exists() and not arguments.out.is_dir():
@@ -454,7 +456,7 @@ def likely(training: list[str], dispatcher: str, processes: int) -> int:
 
     sizes = [estimated(1), estimated(2)]
     if None in sizes:
-        return value_of(training, "--micro-batch-size", 1)
+        return max(1, value_of(training, "--micro-batch-size", 1))
     memory = torch.cuda.get_device_properties(0).total_memory
     return 1 + max(0, int((memory - sizes[0]) / (sizes[1] - sizes[0])))
 
@@ -475,7 +477,8 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
     ):
         training = without(training, flag)
     found, versions = {}, {}
-    share = 1.0  # of what the estimate promises, as the dispatcher before has shown
+    share = 1.0  # of its start that the dispatcher before fits; both are estimates, or neither
+    alike = len({name in estimate.DISPATCHERS for name in arguments.dispatchers}) == 1
     for dispatcher, start in zip(arguments.dispatchers, starts, strict=True):
 
         def fits(batch: int, dispatcher: str = dispatcher) -> bool:
@@ -501,8 +504,9 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
             return result
 
-        found[dispatcher] = largest(fits, int(share * start), arguments.batch_step)
-        share = found[dispatcher] / start or share
+        found[dispatcher] = largest(fits, round(share * start), arguments.batch_step)
+        if alike:
+            share = found[dispatcher] / start or share
     report = {"largest_micro_batch": found, "versions": versions}
     (arguments.out / "max_batch.json").write_text(json.dumps(report, indent=1))
     for dispatcher, batch in found.items():

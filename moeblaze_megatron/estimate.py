@@ -25,6 +25,7 @@ POSITIVE = {  # the other numbers may be 0
     *("moe_router_topk", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 }
+ROTARY = ("rope", "mrope", "yarn")  # values of --position-embedding-type
 OWN = (
     "--moeblaze-workspace-mb",
     "--moeblaze-report-rows",
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--recompute-granularity", choices=("full", "selective"))
     for name in (
         *("swiglu", "quick-geglu", "disable-bias-linear", "bf16", "fp16"),
-        *("use-distributed-optimizer", "group-query-attention"),
+        *("use-distributed-optimizer", "group-query-attention", "use-rotary-position-embeddings"),
         *("untie-embeddings-and-output-weights", "multi-latent-attention"),
         *("moeblaze-recompute-fc1", "activation-func-fp8-input-store"),
     ):
@@ -209,8 +210,12 @@ def estimate(flags: argparse.Namespace) -> Estimate:
         attention = H * (2 * query + 2 * groups * head)
         attention += biases * (query + 2 * groups * head + H)
         heads = 2 * query + 2 * groups * head
-        if flags.position_embedding_type in ("rope", "mrope", "yarn"):
-            heads += query + groups * head  # q and k turned; v keeps what they were, of one tensor
+        # q, k and v are of one tensor, which v keeps. Beside it stand q and k turned, or without
+        # that q, which Megatron copies where a rank has several groups of several heads.
+        if flags.use_rotary_position_embeddings or flags.position_embedding_type in ROTARY:
+            heads += query + groups * head
+        elif tp < groups < flags.num_attention_heads:
+            heads += query
     sparse = moe_layers(flags.moe_layer_freq, flags.num_layers)
     dense = flags.num_layers - sparse
     # Megatron's own sizes where none is given.

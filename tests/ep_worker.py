@@ -239,13 +239,11 @@ def pair_of_layers(
 
 PAD = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
 OVERLAP = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
+TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 VARIANTS = {
     "aux-loss": (AUX, "the loss rides on probs, whose gradient comes from other ranks"),
     "top-6": ({"moe_router_topk": 6}, "more experts per token than a rank has"),
-    "top-1": (
-        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-        "one row per token, as by expert",
-    ),
+    "top-1": (TOP1, "one row per token, as by expert"),
     "shared": ({"moe_shared_expert_intermediate_size": 32}, "experts that dispatch passes by"),
     "drop-probs": (
         {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "probs"},
@@ -461,6 +459,7 @@ def avoid_experts(experts: list[int]) -> Callable:
 @check(Layout(2, ep=2), "rank 1 receives no token (fault 1)", empty=range(4, 8))
 @check(Layout(2, ep=2), "rank 0 receives no token", name="first", empty=range(4))
 @check(Layout(2, ep=2), "biases without rows", name="gpt-oss", empty=range(4, 8), **GPT_OSS)
+@check(Layout(2, ep=2), "6 bytes a row for prob and id", name="top1", empty=range(4, 8), **TOP1)
 @check(Layout(4, ep=2, etp=2), "none of the ranks of an expert receives any", empty=range(4, 8))
 @check(Layout(4, ep=4), "all tokens to one rank", empty=range(2, 8))
 def rank_without_tokens(layout: Layout, empty: range, **fields: Any) -> None:

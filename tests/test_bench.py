@@ -242,6 +242,22 @@ def test_command_line_names_what_is_wrong(plain_env):
 
 
 @needs_megatron_on_cpu
+def test_expert_parallel_table_where_a_rank_gets_no_token(plain_env, tmp_path):
+    """Top 1, which Megatron's router has only with its softmax before; all of expert 0."""
+    report = tmp_path / "report.json"
+    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+               *("--nproc-per-node", "2", "-m", "moeblaze_megatron.bench", "expert_parallel"),
+               *("64,32,16,8,1", "--steps", "10", "--routing", "one-expert"),
+               *("--json", str(report))]  # fmt: skip
+    env = plain_env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(report.read_text())["64,32,16,8,1"]
+    assert rows["moeblaze"]["rows"] == rows["alltoall"]["rows"] == 64
+    assert 0 < rows["moeblaze"]["error"] < 2e-2
+
+
+@needs_megatron_on_cpu
 @pytest.mark.parametrize("flex", [False, True], ids=["alltoall", "flex"])
 def test_expert_parallel_table(plain_env, tmp_path, flex):
     """Top 4 of 8 experts on 2 ranks: half of 4*64 rows by expert leave, and at most 64 by rank."""

@@ -45,6 +45,7 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
     [
         (["--"], "nothing follows --"),
         (["--train-iters", "20", "--"], "unrecognized arguments: --train-iters; flags of Megatron"),
+        (["--dispatchers", "moeblaze", "moeblaze"], "--dispatchers names moeblaze twice"),
         (["--batch-step", "0"], "--batch-step must be 1 or more, got 0"),
         (["--only", "moeblaze"], "invalid choice: 'moeblaze'"),
         (["--only", "noise", "--find-max-batch"], "--only names runs to compare"),
@@ -185,6 +186,26 @@ def test_the_search_learns_from_the_dispatcher_before(monkeypatch, tmp_path):
     ran = fake_gpu(monkeypatch, {"alltoall": 24, "moeblaze": 25}, "torch.OutOfMemoryError: CUDA")
     compare.main(["--find-max-batch", "--out", str(tmp_path), "--", "--lr", "1"])
     assert [batch for dispatcher, batch in ran if dispatcher == "moeblaze"] == [24, 25, 27, 26]
+
+
+def test_the_search_learns_nothing_from_a_dispatcher_without_estimate(monkeypatch, tmp_path):
+    """Flex begins at the flags' own micro-batch, of which it fits any multiple."""
+    starts = {"flex": 2, "moeblaze": 32}
+    monkeypatch.setattr(
+        compare, "likely", lambda training, dispatcher, processes: starts[dispatcher]
+    )
+    ran = fake_gpu(monkeypatch, {"flex": 24, "moeblaze": 33}, "torch.OutOfMemoryError: CUDA")
+    command = ["--find-max-batch", "--dispatchers", "flex", "moeblaze", "--out", str(tmp_path)]
+    compare.main([*command, "--", "--lr", "1"])
+    assert [batch for dispatcher, batch in ran if dispatcher == "moeblaze"] == [32, 33, 35, 34]
+
+
+def test_the_search_begins_at_one_or_more(monkeypatch, tmp_path):
+    fake_gpu(monkeypatch, {"alltoall": 3, "moeblaze": 6}, "torch.OutOfMemoryError: CUDA")
+    command = ["--find-max-batch", "--out", str(tmp_path), "--", "--micro-batch-size", "0"]
+    compare.main(command)
+    found = json.loads((tmp_path / "max_batch.json").read_text())
+    assert found["largest_micro_batch"] == {"alltoall": 3, "moeblaze": 6}
 
 
 def test_sizes_that_no_run_has_are_named_before_a_try(monkeypatch, tmp_path):

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from ep_worker import CHECKS
 from pretraining import largest_difference, needs_megatron_on_cpu, run, train
 
+from moeblaze_megatron.expert_parallel.dispatch import _from_wire, _to_wire
 from moeblaze_megatron.processes import torchrun_command
 
 pytestmark = needs_megatron_on_cpu
@@ -97,6 +99,16 @@ def outcomes(request, plain_env, tmp_path_factory):
 def test_on_all_ranks(name, outcomes):
     failure = outcomes(name)
     assert failure is None, f"{name}, here because: {CHECKS[name].why}\n{failure}"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_probs_and_ids_of_any_number_of_rows_pass_the_wire(rows, dtype, k):
+    """A row of them need not be a multiple of a prob in bytes."""
+    sent = torch.rand(rows, k, dtype=dtype), torch.arange(rows * k, dtype=torch.int32).view(rows, k)
+    for got, expected in zip(_from_wire(_to_wire(*sent), dtype), sent, strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
 
 
 PRETRAINING = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mcore_worker import in_megatron
+from mcore_worker import in_megatron, seed
 from pretraining import TINY, example, needs_megatron_on_cpu
 from pretraining import run as run_process
 
@@ -194,6 +194,51 @@ def test_what_experts_keep_is_what_autograd_keeps(dispatcher):
         dispatcher
     ]
     assert kept + 4 * H <= measured <= 1.05 * (kept + 4 * H)
+
+
+@pytest.mark.parametrize("groups", [8, 2, 1])
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--position-embedding-type", "rope"], ["--use-rotary-position-embeddings"]],
+    ids=["plain", "rope", "deprecated"],
+)
+@in_megatron
+def test_what_attention_keeps_is_what_autograd_keeps(flags, groups):
+    """All but the core, which selective recomputation makes again; within 1 percent."""
+    import torch
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from moeblaze_megatron.record import kept_storages
+
+    seed(1)
+    H, heads, S, B = 64, 8, 16, 64
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        recompute_granularity="selective",
+    )
+    spec = get_gpt_layer_local_spec().submodules.self_attention
+    attention = build_module(spec, config=config, layer_number=1)
+    turns = RotaryEmbedding(H // heads, 1.0, use_cpu_initialization=True)(S) if flags else None
+    x = torch.randn(S, B, H, requires_grad=True)
+    mask = torch.ones(1, 1, S, S).triu(1).bool()
+    with kept_storages(attention) as kept:
+        output, _ = attention(x, mask, rotary_pos_emb=turns)
+    del output
+
+    words = f"--num-layers 1 --hidden-size {H} --num-attention-heads {heads} --seq-length {S}"
+    words += f" --num-experts 1 --moe-router-topk 1 --moe-ffn-hidden-size 8 --micro-batch-size {B}"
+    words += f" --global-batch-size {B} --group-query-attention --num-query-groups {groups}"
+    found = estimate.estimate(estimate.parser().parse_args([*words.split(), *flags]))
+    norms = 3 * S * B * H * 4  # both norms' inputs, and the second one's output
+    assert sum(kept.values()) == pytest.approx(found.other_layers - norms, rel=1e-2)
 
 
 def test_tensor_parallelism_splits_what_layers_keep():

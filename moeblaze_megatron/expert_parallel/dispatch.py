@@ -192,8 +192,10 @@ def _to_wire(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _from_wire(wire: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     k = wire.shape[1] // (dtype.itemsize + ID.itemsize)
-    probs, ids = wire.split([k * dtype.itemsize, k * ID.itemsize], 1)
-    return probs.contiguous().view(dtype), ids.contiguous().view(ID).int()
+    parts = wire.split([k * dtype.itemsize, k * ID.itemsize], 1)
+    # `contiguous` would leave no or one row with the stride of the buffer, which `view` refuses.
+    probs, ids = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return probs.view(dtype), ids.view(ID).int()
 
 
 class _Dispatch(torch.autograd.Function):
