@@ -241,18 +241,28 @@ def test_command_line_names_what_is_wrong(plain_env):
         assert done.returncode == 2 and message in done.stderr
 
 
+def expert_parallel(program, shape, *words, env, report):
+    """What `bench expert_parallel` prints on 2 CPU ranks, and the shape's rows of its report."""
+    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+               *("--nproc-per-node", "2", *program, "expert_parallel", shape),
+               *("--steps", "10", "--json", str(report), *words)]  # fmt: skip
+    env = env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads(report.read_text())[shape]
+
+
+BENCH = ("-m", "moeblaze_megatron.bench")
+WITH_FLEX = (str(Path(__file__).with_name("deepep_stand_in.py")),)
+
+
 @needs_megatron_on_cpu
 def test_expert_parallel_table_where_a_rank_gets_no_token(plain_env, tmp_path):
     """Top 1, which Megatron's router has only with its softmax before; all of expert 0."""
-    report = tmp_path / "report.json"
-    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-               *("--nproc-per-node", "2", "-m", "moeblaze_megatron.bench", "expert_parallel"),
-               *("64,32,16,8,1", "--steps", "10", "--routing", "one-expert"),
-               *("--json", str(report))]  # fmt: skip
-    env = plain_env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(report.read_text())["64,32,16,8,1"]
+    _, rows = expert_parallel(
+        BENCH, "64,32,16,8,1", "--routing", "one-expert",
+        env=plain_env, report=tmp_path / "report.json",
+    )  # fmt: skip
     assert rows["moeblaze"]["rows"] == rows["alltoall"]["rows"] == 64
     assert 0 < rows["moeblaze"]["error"] < 2e-2
 
@@ -261,21 +271,12 @@ def test_expert_parallel_table_where_a_rank_gets_no_token(plain_env, tmp_path):
 @pytest.mark.parametrize("flex", [False, True], ids=["alltoall", "flex"])
 def test_expert_parallel_table(plain_env, tmp_path, flex):
     """Top 4 of 8 experts on 2 ranks: half of 4*64 rows by expert leave, and at most 64 by rank."""
-    report = tmp_path / "report.json"
-    program = (
-        [str(Path(__file__).with_name("deepep_stand_in.py"))]
-        if flex
-        else ["-m", "moeblaze_megatron.bench"]
-    )
-    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-               *("--nproc-per-node", "2", *program, "expert_parallel"),
-               *("64,32,16,8,4", "--steps", "10", "--json", str(report))]  # fmt: skip
-    env = plain_env | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("alltoall / moeblaze: forward") == 1
-    assert done.stdout.count("flex / moeblaze: forward") == flex
-    rows = json.loads(report.read_text())["64,32,16,8,4"]
+    printed, rows = expert_parallel(
+        WITH_FLEX if flex else BENCH, "64,32,16,8,4",
+        env=plain_env, report=tmp_path / "report.json",
+    )  # fmt: skip
+    assert printed.count("alltoall / moeblaze: forward") == 1
+    assert printed.count("flex / moeblaze: forward") == flex
     ours, theirs = rows["moeblaze"], rows["alltoall"]
     assert 100 < theirs["rows"] < 160 and 56 < ours["rows"] <= 64
     assert 1e-4 < ours["error"] < 2e-2

@@ -38,8 +38,8 @@ STOCK = "alltoall"
 FLEX = "flex"  # over DeepEP, which sends bf16
 ABOUT = (
     "alltoall: Megatron's all-to-all dispatcher (no permute fusion, which is Transformer "
-    "Engine's), torch grouped_mm and Megatron's fused swiglu; flex: the same with DeepEP, where "
-    "installed"
+    "Engine's), torch grouped_mm and Megatron's fused swiglu; flex: the same with DeepEP, in bf16 "
+    "where it is installed"
 )
 
 

@@ -146,9 +146,10 @@ def _check_ids(topk_indices: torch.Tensor, num_experts: int, max_rows: int | Non
             f"token {token} names an expert twice: {topk_indices[token].tolist()}; merge the two "
             "probabilities or mark one slot -1"
         )
-    rows = int((~outside & (topk_indices >= 0)).sum())
-    if max_rows is not None and rows > max_rows:
-        reasons.append(f"{rows} ids name an expert, but max_rows={max_rows}; leave it out")
+    if max_rows is not None:
+        rows = int((~outside & (topk_indices >= 0)).sum())
+        if rows > max_rows:
+            reasons.append(f"{rows} ids name an expert, but max_rows={max_rows}; leave it out")
     if reasons:
         raise ValueError("topk_indices: " + "; ".join(reasons))
 

@@ -249,6 +249,11 @@ def _gpus_of_device(device: torch.device) -> tuple[str, ...]:
     return torch.cuda.get_device_name(device), f"sm_{major}{minor}", "any"
 
 
+def _gpus_here() -> tuple[str, ...]:
+    """Names of the current GPU, without a tensor; none on a CPU."""
+    return _gpus_of_device(torch.device("cuda")) if torch.cuda.is_available() else ()
+
+
 def gpus_of(tensor: torch.Tensor) -> tuple[str, ...]:
     """What a table may call the GPU of `tensor`, from the specific to the general."""
     if interpreting():
@@ -257,7 +262,7 @@ def gpus_of(tensor: torch.Tensor) -> tuple[str, ...]:
         return _gpus_of_device(tensor.device)
     if tensor.is_meta:  # `aot` compiles, for the GPU at hand or for another
         arch = f"sm_{triton.runtime.driver.active.get_current_target().arch}"
-        here = _gpus_of_device(torch.device("cuda")) if torch.cuda.is_available() else ()
+        here = _gpus_here()
         return here if arch in here else (arch, "any")
     return ("any",)
 
@@ -366,7 +371,7 @@ def _find(
 
 def lookup(key: Key) -> Configuration:
     """What a launch finds that asks for `key`, whose `gpu` is one that `gpus_of` puts first."""
-    gpus = _gpus_of_device(torch.device("cuda")) if torch.cuda.is_available() else ()
+    gpus = _gpus_here()
     gpus = gpus if gpus and gpus[0] == key.gpu else tuple(dict.fromkeys((key.gpu, "any")))
     return _find(key.kernel, key.bits, key.shape_class, gpus)
 
