@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,23 +30,33 @@ PHASES = ("route", "preprocess", "dispatch", "routed_experts_compute", "combine"
 TIMED_UNTIL = 6
 
 
+class Packed:
+    """A tensor as autograd holds it, from forward until backward."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()  # an output, and its grad_fn holds this
+
+
 @contextmanager
 def kept_storages(layer: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """{address: bytes} of what autograd keeps, of a forward pass inside, until backward.
+    """{address: bytes}, from the end on, of what autograd still keeps of a forward pass inside.
 
     Every storage once, `layer`'s parameters not; its input, which it keeps for its router, is.
+    What was kept only during the forward pass is gone, its address may be another tensor's.
     """
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    packed = weakref.WeakSet()
     kept = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def pack(tensor: torch.Tensor) -> Packed:
+        holder = Packed(tensor)
+        packed.add(holder)
+        return holder
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         yield kept
+    storages = [holder.tensor.untyped_storage() for holder in packed]
+    kept.update({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in parameters})
 
 
 class Recorder:

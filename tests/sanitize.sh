@@ -16,6 +16,7 @@ fi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 options=(
     --error-exitcode 1
+    --target-processes all
     --kernel-name 'regex=^_[a-z]' # ours; names of torch's and cuBLAS's kernels begin otherwise
     --num-cuda-barriers 64 # those of Triton and Gluon are not in the compiler's information
     --report-api-errors no

@@ -9,9 +9,10 @@ import types
 from importlib.metadata import version
 
 import pytest
+import torch
 from pretraining import TINY, needs_megatron_on_cpu, run
 
-from moeblaze_megatron import compare, estimate, quickstart
+from moeblaze_megatron import compare, estimate, quickstart, record
 
 
 def test_flags_are_read_and_taken_out():
@@ -110,6 +111,16 @@ def test_checkpoints_outlast_what_fails_before_the_end(monkeypatch, tmp_path):
 def test_the_recorder_says_what_it_is():
     code, output = run(sys.executable, "-m", "moeblaze_megatron.record", "--help", env=os.environ)
     assert code == 0 and "MOEBLAZE_RECORD=FOLDER torchrun" in output and "rank<r>.json" in output
+
+
+def test_what_lives_only_during_the_forward_pass_is_not_held():
+    layer = torch.nn.Linear(8, 8)
+    x = torch.randn(16, 8, requires_grad=True)
+    with record.kept_storages(layer) as kept:
+        for _ in range(3):  # of each, autograd keeps the result until it is dropped
+            x.exp()
+        output = layer(x).exp()
+    assert kept == {t.data_ptr(): t.nbytes for t in (x, output)}
 
 
 @pytest.mark.parametrize("step", [1, 4])
