@@ -55,10 +55,7 @@ KNOBS = {
         [{"ffn": 0}, {"ffn": None}],
         [{"width": 0}, {"width": None}],
     ),
-    Ring: (
-        [{"stages": stages} for stages in (3, 4)],
-        [{"group": group} for group in (2, 4, 8, 16, 32)],
-    ),
+    Ring: ([{"group": group} for group in (2, 4, 8, 16, 32)],),
     Tile: (
         [{"cols": cols, "depth": depth} for cols in (64, 128, 256) for depth in (32, 64)],
         [{"num_warps": warps} for warps in (4, 8)],

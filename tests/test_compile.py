@@ -4,7 +4,6 @@ In processes of their own, since this one may interpret its kernels (see conftes
 """
 
 import functools
-import itertools
 import json
 import re
 import subprocess
@@ -27,17 +26,6 @@ from moeblaze_megatron.ops import table
 with table.override("rows", table.Tile(128, 256, 32, num_warps=4, num_stages=3, group=8)):
     rows = aot.compile_step(80, torch.float16)
 print(max(row.spilled for row in rows if row.kernel == "_rows_kernel"))
-"""
-
-WGRAD = """
-import torch
-from moeblaze_megatron import aot
-with aot.compiling(90) as compiled, aot.on_meta():
-    for workspace_bytes in (None, 2**40):
-        aot.step(torch.bfloat16, "swiglu", False, workspace_bytes)
-for kernel in compiled:
-    if kernel.name == "_wgrad_hopper_kernel":
-        print(kernel.asm["ttgir"])
 """
 
 
@@ -72,9 +60,12 @@ def test_every_kernel_is_compiled(compiled):
 
 
 def test_no_spills_in_bf16_on_sm_90(compiled):
-    """But for two registers of a thread, with compilers after that of Triton 3.6."""
-    allowed = 8 if Version(triton.__version__) >= Version("3.7") else 0
-    spilling = [row for row in compiled(90, "bfloat16") if row.spilled > allowed]
+    """But for two registers of a thread beside a bias, with the compiler of Triton 3.8."""
+    rows = compiled(90, "bfloat16")
+    beside_bias = 8 if Version(triton.__version__) >= Version("3.8") else 0
+    spilling = [
+        row for row in rows if row.spilled > (beside_bias if "bias" in row.variant.split() else 0)
+    ]
     assert not spilling, "\n" + as_table(spilling)
 
 
@@ -88,31 +79,6 @@ def test_a_spill_is_seen(plain_env):
         stdout=subprocess.PIPE,
     )
     assert int(result.stdout) > 0
-
-
-def test_hopper_wgrad_moves_on_to_the_next_tile(plain_env):
-    """Triton 3.6 drops a value that a loop carries if all it does is bound an inner loop.
-
-    Every tile would then have the rows of the first: not wrong products but a GPU that hangs.
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", WGRAD],
-        cwd=ROOT,
-        env=plain_env,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    loop = re.compile(r"^( +)(?:%\S+ = )?scf\.for %\S+ = (%\w+) to (%\w+) step", re.MULTILINE)
-    found = list(loop.finditer(result.stdout))
-    inner = 0
-    for outer, after in itertools.pairwise(found):
-        if len(after[1]) > len(outer[1]):  # nested, the first line of it
-            inside = result.stdout[outer.start() : after.start()]
-            for bound in after.groups()[1:]:
-                assert bound.startswith("%c0_") or f"{bound} = " in inside, after[0]
-            inner += 1
-    assert inner >= 5 * 3  # warps with a part of their own, in kernels with lookup and without
 
 
 @pytest.mark.parametrize("arch", MAX_SHARED)

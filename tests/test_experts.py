@@ -108,7 +108,7 @@ def test_workspace_slices_change_nothing(H, device, nan_filled, copied_wgrads):
 
 
 def test_copied_rows_change_nothing(device, nan_filled):
-    """From a large F on, rows are copied before fc1 and before the dgrad of fc2."""
+    """From a large F on, rows are copied once for both gradients of fc2."""
     case = Case(40, 64, 48, 4, 2, "copies", dropped=0.2)
     if device == "cuda":
         case = Case(3000, 512, 384, 6, 3, "copies at size", dropped=0.2)

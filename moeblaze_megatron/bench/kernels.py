@@ -10,7 +10,7 @@ from moeblaze_megatron.ops.experts import kernels_for
 
 GEMMS = ("fc1", "fc2", "fc2 dgrad", "fc1 dgrad", "fc2 wgrad", "fc1 wgrad")
 KERNELS = (
-    *("index lists", "gather", "fc1", "fc1, copied rows", "fc2", "combine", "fc2 dgrad"),
+    *("index lists", "gather", "fc1", "fc2", "combine", "fc2 dgrad"),
     *("fc2 dgrad, lookup", "fc1 dgrad", "fc2 wgrad", "fc2 wgrad, lookup", "fc1 wgrad"),
     *("fc1 wgrad, lookup", *(f"{gemm}, dense" for gemm in GEMMS)),
 )
@@ -41,9 +41,6 @@ def kernel_calls(
         "index lists": lambda: index_lists_from_topk(inputs.topk_indices, shape.E),
         "gather": lambda: kernels.gather(x, lists, rows, 0),
         "fc1": lambda: kernels.fc1(x, fc1_weight, permuted_probs, lists, activation, True),
-        "fc1, copied rows": lambda: kernels.fc1(
-            rows, fc1_weight, permuted_probs, lists, activation, True, gather=False
-        ),
         "fc2": lambda: kernels.rows_gemm(act, fc2_weight, lists, rows, 0, False, True),
         "combine": lambda: kernels.combine(rows, lists, output, 0),
         "fc2 dgrad": lambda: kernels.fc2_dgrad(

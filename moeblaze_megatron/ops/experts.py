@@ -170,9 +170,8 @@ class _Experts(torch.autograd.Function):
         workspace = workspace_bytes or sizes.forward_workspace
         permuted_probs = ops.permuted_probs(probs, lists, dense)
         save = differentiate and not recompute_fc1
-        fc1_output, act = _fc1(
-            ops, x, fc1_weight, fc1_bias, permuted_probs, lists, activation, save, workspace
-        )
+        # fc1_output = gather(x) W1^T + b1, act = prob * f(fc1_output)
+        fc1_output, act = ops.fc1(x, fc1_weight, permuted_probs, lists, activation, save, fc1_bias)
         # output[t] = sum_k (act W2^T + prob b2)[token_index_map[t, k]]
         output = torch.empty_like(x)
         for h, rows in _slices(x, lists, workspace):
@@ -212,10 +211,9 @@ class _Experts(torch.autograd.Function):
             for tensor in stored:  # autograd holds what it saved until this returns
                 tensor.untyped_storage().resize_(0)
         elif fc1_output is None:  # recompute_fc1
-            workspace = given or sizes.forward_workspace
-            fc1_output = _fc1(
-                ops, x, fc1_weight, fc1_bias, permuted_probs, lists, ctx.activation, True, workspace
-            )[0]
+            fc1_output, _ = ops.fc1(
+                x, fc1_weight, permuted_probs, lists, ctx.activation, True, fc1_bias
+            )
         needs_x, needs_fc1, needs_fc2, needs_probs, needs_b1, needs_b2 = ctx.needs_input_grad[:6]
         grad_output = _packed(grad_output)
         grad_x = grad_fc1 = grad_fc2 = grad_probs = grad_b1 = grad_b2 = None
@@ -265,24 +263,6 @@ class _Experts(torch.autograd.Function):
                 side = "b" if rows is x else None
                 ops.wgrad(grad_fc1_output, rows, lists, part, accumulate, side)
         return grad_x, grad_fc1, grad_fc2, grad_probs, grad_b1, grad_b2, *[None] * 8
-
-
-def _fc1(
-    ops: ModuleType,
-    x: torch.Tensor,
-    fc1_weight: torch.Tensor,
-    fc1_bias: torch.Tensor | None,
-    permuted_probs: torch.Tensor,
-    lists: IndexLists,
-    activation: Activation,
-    save: bool,
-    workspace_bytes: int,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """fc1_output = gather(x) W1^T + b1, None unless `save`, and act = prob * f(fc1_output)."""
-    ffn = fc1_weight.shape[1] // (2 if activation.gated else 1)
-    copy = configuration("copy", x, ffn, x.shape[1])
-    rows, gather = _rows_of(ops, x, lists, copy, ffn, workspace_bytes)
-    return ops.fc1(rows, fc1_weight, permuted_probs, lists, activation, save, gather, fc1_bias)
 
 
 def _slices(

@@ -52,7 +52,7 @@ def _load_gathered(ptrs, depth, d0, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
 @direct
 @triton.jit(do_not_specialize=["num_tiles"])
 def _fc1_kernel(
-    x_ptr,  # [T, H] when GATHER, else [R, H]
+    x_ptr,  # [T, H]
     fc1_weight_desc,  # [E, 2, F, H] when GATED, else [E, 1, F, H]
     fc1_bias_ptr,  # [E, 2F] or [E, F], or None
     permuted_probs_ptr,  # [R]
@@ -67,7 +67,6 @@ def _fc1_kernel(
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SAVE: tl.constexpr,
-    GATHER: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -84,10 +83,7 @@ def _fc1_kernel(
     row_start = tl.load(tile_row_start_ptr + tile)
     rows = row_start + tl.arange(0, BLOCK_R)
     in_expert = rows < tl.load(tile_row_end_ptr + tile)
-    token = rows
-    if GATHER:
-        token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0)
-    token = tl.where(in_expert, token, 0).to(tl.int64)
+    token = tl.load(expert_token_indices_ptr + rows, mask=in_expert, other=0).to(tl.int64)
     depth = tl.arange(0, BLOCK_H)
     x_ptrs = x_ptr + token[:, None] * H + depth[None, :]
     f0 = col * BLOCK_F
@@ -126,13 +122,12 @@ def fc1(
     lists: IndexLists,
     activation: Activation,
     save: bool,
-    gather: bool = True,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """First linear of every expert with gather, bias, activation and probability inside.
 
     Args:
-        x: [T, H] when `gather` (rows are looked up by token), else [R, H].
+        x: [T, H]; rows are looked up by token.
         fc1_weight: [E, 2F, H] (gate half first) for a gated activation, else [E, F, H].
         permuted_probs: [R] fp32.
         save: whether backward will need fc1_output.
@@ -147,7 +142,7 @@ def fc1(
     if not lists.num_tiles:
         return fc1_output, act
     if hopper.fits_fc1(x, F):
-        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, gather, bias)
+        hopper.fc1(x, fc1_weight, permuted_probs, lists, activation, fc1_output, act, bias)
         return fc1_output, act
     tile = configuration("fc1", x, F, H).fit(cols=F, depth=H)
     weight = fc1_weight.view(E, width // F, F, H)
@@ -167,7 +162,6 @@ def fc1(
         F,
         activation,
         save,
-        gather,
         input_precision(),
         tile.rows,
         tile.cols,

@@ -892,13 +892,12 @@ def fc1(
     activation: Activation,
     fc1_output: torch.Tensor | None,
     act: torch.Tensor,
-    gather: bool,
     bias: torch.Tensor | None,
 ) -> None:
     """`gemm.fc1` into given buffers; fc1_output None is not saved."""
     save = fc1_output is not None
     _rows(
-        x, fc1_weight, lists, fc1_output if save else act, 0, act.shape[1], gather, True, "fc1",
+        x, fc1_weight, lists, fc1_output if save else act, 0, act.shape[1], True, True, "fc1",
         activation, save, act, permuted_probs, bias=bias,
     )  # fmt: skip
 
@@ -925,15 +924,14 @@ def fc2_dgrad(
 
 @gluon.jit
 def _write_part(
-    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
 ):  # fmt: skip
     """A square part of a tile, by TMA; one that ends inside is written row by row."""
     SIZE: gl.constexpr = value.shape[0]
     value = value.to(out_ptr.dtype.element_ty)
     target = buffer.permute((1, 0)) if TRANSPOSED else buffer
     if row + SIZE <= row_end:
-        tma.store_wait(BUFFERS - 1)  # the part so many before has left this buffer
+        tma.store_wait(1)  # the part before the last one has left this buffer
         target.store(value)
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
@@ -952,7 +950,7 @@ def _write_part(
 @gluon.jit
 def _write_tile(
     value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
-    buffers,  # shared memory; parts go through BUFFERS of them, from `slot` on
+    buffers,  # shared memory; parts go through the two from `slot` on
     slot: gl.constexpr,
     out_desc,  # [rows, cols]
     out_ptr,  # [rows, cols] by `stride`
@@ -962,32 +960,29 @@ def _write_tile(
     cols,
     stride,
     PART_N: gl.constexpr,
-    BUFFERS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """Parts of PART_N columns, so that one is filled while others leave."""
+    """Parts of PART_N columns, so that one is filled while the other leaves."""
     HALF: gl.constexpr = value.shape[1] // 2
     left, right = _halves(value)
     next_row = row + HALF if TRANSPOSED else row
     next_n = n0 if TRANSPOSED else n0 + HALF
     if HALF > PART_N:
-        next_slot: gl.constexpr = slot + 2 if BUFFERS == 4 else slot
         _write_tile(
-            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N, BUFFERS,
+            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N,
             TRANSPOSED,
         )  # fmt: skip
         _write_tile(
-            right, buffers, next_slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
-            PART_N, BUFFERS, TRANSPOSED,
+            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
+            PART_N, TRANSPOSED,
         )  # fmt: skip
     else:
         _write_part(
-            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS,
-            TRANSPOSED,
-        )  # fmt: skip
+            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
+        )
         _write_part(
             right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
-            stride, BUFFERS, TRANSPOSED,
+            stride, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -1003,26 +998,18 @@ def _copy(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def _weight_tile(
-    index, expert_token_offsets_ptr, pieces, M: gl.constexpr, N: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
+    index, expert_token_offsets_ptr, M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Expert, first row and column, and the expert's routed rows of the index-th tile.
-
-    As `_row_tile` without a wait: none of them past the last tile.
-    """
-    NUM_M: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    NUM_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    LAST: gl.constexpr = NUM_M % GROUP  # row tiles of the last group, if it is narrower
-    expert = index // (NUM_M * NUM_N)
-    tile = index % (NUM_M * NUM_N)
-    first = tile // (GROUP * NUM_N) * GROUP
-    inside = tile % (GROUP * NUM_N)
-    tile_m, tile_n = first + inside % GROUP, inside // GROUP
-    if LAST != 0:
-        if first + GROUP > NUM_M:
-            tile_m, tile_n = first + inside % LAST, inside // LAST
-    start = gl.load(expert_token_offsets_ptr + expert, mask=index < pieces, other=0)
-    end = gl.load(expert_token_offsets_ptr + expert + 1, mask=index < pieces, other=0)
+    """Expert, first row and column, and the expert's routed rows of the index-th tile."""
+    num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    expert, tile = index // (num_m * num_n), index % (num_m * num_n)
+    first = tile // (GROUP * num_n) * GROUP
+    height = gl.minimum(num_m - first, GROUP)  # the last group may be narrower
+    inside = tile % (GROUP * num_n)
+    tile_m, tile_n = first + inside % height, inside // height
+    start = gl.load(expert_token_offsets_ptr + expert)
+    end = gl.load(expert_token_offsets_ptr + expert + 1)
     return expert, tile_m * BLOCK_M, tile_n * BLOCK_N, start, end
 
 
@@ -1042,22 +1029,15 @@ def _announce_wgrad(
 ):
     """One warp: passes `copied` on as `ready`; copies come by another proxy than wgmma reads by."""
     step = 0
-    programs = gl.num_programs(0)
-    _, _, _, start, end = _weight_tile(
-        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
-    )
-    for index in range(gl.program_id(0), pieces, programs):
-        _, _, _, next_start, next_end = _weight_tile(
-            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, _, _, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for _done in range(0, end - start, BLOCK_R):
+        for _ in range(start, end, BLOCK_R):
             stage = _await(copied, step, STAGES)
             fence_async_shared()
-            # Triton 3.6 takes a value that only bounds an inner loop for dead and carries it no
-            # further, so the rows of the tile have a use here.
-            mbarrier.arrive(ready.index(stage), count=1, pred=start < end)
+            mbarrier.arrive(ready.index(stage), count=1)
             step += 1
-        start, end = next_start, next_end
 
 
 @gluon.jit
@@ -1087,18 +1067,13 @@ def _copy_wgrad(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
-    programs = gl.num_programs(0)
-    _, m0, n0, start, end = _weight_tile(
-        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
-    )
-    if GATHER:
-        token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
-    for index in range(gl.program_id(0), pieces, programs):
-        _, next_m0, next_n0, next_start, next_end = _weight_tile(
-            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, m0, n0, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for done in range(0, end - start, BLOCK_R):
-            r0 = start + done
+        if GATHER:
+            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
+        for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             a, b = a_stages.index(stage), b_stages.index(stage)
             if r0 + BLOCK_R <= end:
@@ -1110,17 +1085,10 @@ def _copy_wgrad(
                 for c in gl.static_range(0, BLOCK_N, BLOCK_M):
                     _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
             async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
-            if GATHER:  # read ahead for the next step, which may be the next tile's
-                more = r0 + BLOCK_R < end
-                rows = gl.where(more, r0 + BLOCK_R, next_start) + r
-                inside = rows < gl.where(more, end, next_end)
-                token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
+            if GATHER:  # read ahead for the next step
+                rows = r0 + BLOCK_R + r
+                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
             step += 1
-        if GATHER:
-            if start >= end:
-                rows = next_start + r
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < next_end, other=0)
-        m0, n0, start, end = next_m0, next_n0, next_start, next_end
 
 
 @gluon.jit
@@ -1145,16 +1113,11 @@ def _fetch_wgrad(
     """One warp: by TMA what `_copy_wgrad` does not copy."""
     BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
     step = 0
-    programs = gl.num_programs(0)
-    _, m0, n0, start, end = _weight_tile(
-        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
-    )
-    for index in range(gl.program_id(0), pieces, programs):
-        _, next_m0, next_n0, next_start, next_end = _weight_tile(
-            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, m0, n0, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        for done in range(0, end - start, BLOCK_R):
-            r0 = start + done
+        for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             bar = ready.index(stage)
             if r0 + BLOCK_R <= end:
@@ -1165,7 +1128,6 @@ def _fetch_wgrad(
             else:
                 mbarrier.arrive(bar, count=1)
             step += 1
-        m0, n0, start, end = next_m0, next_n0, next_start, next_end
 
 
 @gluon.jit
@@ -1220,16 +1182,11 @@ def _multiply_wgrad(
 ):
     """One warpgroup: the sum over an expert's rows, written as it is or added to what is there."""
     HALF_M: gl.constexpr = BLOCK_M // 2
-    BUFFERS: gl.constexpr = buffers.shape[0] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
-    programs = gl.num_programs(0)
-    expert, m0, n0, start, end = _weight_tile(
-        gl.program_id(0), expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
-    )
-    for index in range(gl.program_id(0), pieces, programs):
-        next_expert, next_m0, next_n0, next_start, next_end = _weight_tile(
-            index + programs, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N, GROUP
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        expert, m0, n0, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         m0 += half * HALF_M
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
@@ -1251,10 +1208,9 @@ def _multiply_wgrad(
             first = expert * (out_stride_e // out_stride)
             row, col = (n0, m0) if TRANSPOSED else (m0, n0)
             _write_tile(
-                acc, buffers, BUFFERS * half, out_desc, out_ptr, first + row, first + rows, col,
-                cols, out_stride, PART_N, BUFFERS, TRANSPOSED,
+                acc, buffers, 2 * half, out_desc, out_ptr, first + row, first + rows, col, cols,
+                out_stride, PART_N, TRANSPOSED,
             )  # fmt: skip
-        expert, m0, n0, start, end = next_expert, next_m0, next_n0, next_start, next_end
     tma.store_wait(0)
 
 
@@ -1295,8 +1251,7 @@ def _wgrad_hopper_kernel(
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_N, PART_N], dtype)
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
-    BUFFERS: gl.constexpr = 2 if STAGES == 4 else 4  # each warpgroup's, of the memory that is left
-    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART_N, PART_N], part_layout)
+    buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
     empty, ready = _barriers(STAGES, 2)
     copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

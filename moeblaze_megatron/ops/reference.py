@@ -161,15 +161,13 @@ def fc1(
     lists: IndexLists,
     activation: Activation,
     save: bool,
-    gather: bool = True,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """fc1_output [R_max, 2F] or [R_max, F] and act [R_max, F]."""
     width = fc1_weight.shape[1]
     fc1_output = x.new_zeros(lists.max_rows, width)
     for e, rows in _experts(lists):
-        source = x[lists.expert_token_indices[rows]] if gather else x[rows]
-        fc1_output[rows] = source @ fc1_weight[e].T
+        fc1_output[rows] = x[lists.expert_token_indices[rows]] @ fc1_weight[e].T
         if bias is not None:
             fc1_output[rows] += bias[e]
     act = (activate(fc1_output, activation) * permuted_probs[:, None]).to(x.dtype)

@@ -111,8 +111,8 @@ class Ring:
 class Copy:
     """Where rows are copied by index before a GEMM, and not looked up inside it; None is nowhere.
 
-    Before fc1 and fc2's gradients from this `ffn` on; before a weight gradient from this `width` of
-    its other operand on, unless the workspace cuts the copy into more than so many `slices`.
+    Once before both gradients of fc2 from this `ffn` on; before a weight gradient from this `width`
+    of its other operand on, unless the workspace cuts the copy into more than so many `slices`.
     """
 
     ffn: int | None
