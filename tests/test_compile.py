@@ -38,17 +38,22 @@ with aot.compiling(90) as compiled, aot.on_meta():
 """
 
 
+def printed(*words: str, env: dict[str, str]) -> str:
+    """What Python prints in a process of its own."""
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
 @pytest.fixture(scope="module")
 def compiled(plain_env):
     """(arch, dtype) -> Resources of every kernel, compiled once."""
 
     @functools.cache
     def compile_kernels(arch: int, dtype: str) -> list[Resources]:
-        command = [sys.executable, "-m", "moeblaze_megatron.aot", str(arch), "--dtype", dtype]
-        result = subprocess.run(
-            [*command, "--json"], cwd=ROOT, env=plain_env, check=True, stdout=subprocess.PIPE
-        )
-        return [Resources(*row) for row in json.loads(result.stdout)]
+        words = ("-m", "moeblaze_megatron.aot", str(arch), "--dtype", dtype, "--json")
+        return [Resources(*row) for row in json.loads(printed(*words, env=plain_env))]
 
     return compile_kernels
 
@@ -80,27 +85,12 @@ def test_no_spills_in_bf16_on_sm_90(compiled):
 
 def test_a_spill_is_seen(plain_env):
     """128x256 fp32 accumulators are more than the registers of four warps hold."""
-    result = subprocess.run(
-        [sys.executable, "-c", SPILLS],
-        cwd=ROOT,
-        env=plain_env,
-        check=True,
-        stdout=subprocess.PIPE,
-    )
-    assert int(result.stdout) > 0
+    assert int(printed("-c", SPILLS, env=plain_env)) > 0
 
 
 def test_columns_of_a_slice_are_no_constant(plain_env):
     """They change with the rows received, from step to step, where nothing may be compiled."""
-    result = subprocess.run(
-        [sys.executable, "-c", WIDTHS],
-        cwd=ROOT,
-        env=plain_env,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    narrow, both = map(int, result.stdout.split())
+    narrow, both = map(int, printed("-c", WIDTHS, env=plain_env).split())
     assert narrow == both > 0
 
 

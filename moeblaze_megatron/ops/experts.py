@@ -167,14 +167,13 @@ class _Experts(torch.autograd.Function):
         )
         ops = kernels_for(x)
         sizes = layer_bytes(x, fc1_weight, fc2_weight, lists.max_rows)
-        workspace = workspace_bytes or sizes.forward_workspace
         permuted_probs = ops.permuted_probs(probs, lists, dense)
         save = differentiate and not recompute_fc1
         # fc1_output = gather(x) W1^T + b1, act = prob * f(fc1_output)
         fc1_output, act = ops.fc1(x, fc1_weight, permuted_probs, lists, activation, save, fc1_bias)
         # output[t] = sum_k (act W2^T + prob b2)[token_index_map[t, k]]
         output = torch.empty_like(x)
-        for h, rows in _slices(x, lists, workspace):
+        for h, rows in _slices(x, lists, workspace_bytes or sizes.forward_workspace):
             ops.rows_gemm(act, fc2_weight, lists, rows, h, gather=False, transposed=True)
             ops.combine(rows, lists, output, h, fc2_bias, permuted_probs)
 
