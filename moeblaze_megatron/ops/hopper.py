@@ -46,7 +46,7 @@ BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share 
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 PART_N = 64  # columns that are handed over or leave together: 128 bytes
 PIECE_R = 16  # rows of a part that are finished at once
-SLOTS = 2  # pairs of pieces of fc1_output on their way, for fc2's dgrad
+SLOTS = 2  # times two pieces of fc1_output on their way, for fc2's dgrad; without a gate twice that
 NUM_WARPS = 4  # of a warpgroup
 
 
@@ -521,7 +521,7 @@ def _fetch_saved(
                     side * F + f0 + (i % PAIRS * 2 + part) * PART_N,
                 ],
                 bar,
-                saved.index(4 * slot + 2 * part + side),
+                saved.index(2 * HALVES * slot + HALVES * part + side),
             )
 
 
@@ -542,12 +542,20 @@ def _finish_fc2_dgrad(
     row,
     end,
     f0,
+    fetched,  # whether this half's first pieces are on their way
+    more,  # whether another half follows
+    next_row,
+    next_f0,
     F: gl.constexpr,
     ACTIVATION: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """`activation.activation_backward` by pieces, for which fc1_output is fetched ahead."""
+    """`activation.activation_backward` by pieces, for which fc1_output is fetched ahead.
+
+    The last ones ask for the first of the half that follows.
+    """
     GATED: gl.constexpr = ACTIVATION.gated
+    SIDES: gl.constexpr = 2 if GATED else 1
     PIECE_R: gl.constexpr = pieces.shape[1]
     HEIGHT: gl.constexpr = products.shape[1] // PIECE_R
     PART_N: gl.constexpr = products.shape[2]
@@ -557,8 +565,9 @@ def _finish_fc2_dgrad(
     WIDTH: gl.constexpr = 2 * F if GATED else F
     dtype: gl.constexpr = act_ptr.dtype.element_ty
     gl.static_assert(HEIGHT * PAIRS % (2 * SLOTS) == 0)  # so that every half begins alike
-    for i in range(SLOTS):
-        _fetch_saved(i, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
+    if not fetched:
+        for i in range(SLOTS):
+            _fetch_saved(i, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
     r = row + gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
     next_prob = gl.load(permuted_probs_ptr + r, mask=r < end, other=0.0)
     mbarrier.wait(full.index(half), turn & 1)
@@ -578,10 +587,11 @@ def _finish_fc2_dgrad(
                     inside = inside & (f < F)
                 piece = (half * PARTS + 2 * pair + part) * HEIGHT + height
                 grad_act = pieces.index(piece).load(layout).to(gl.float32)
-                gate = saved.index(4 * slot + 2 * part).load(layout).to(gl.float32)
+                side = 2 * SIDES * slot + SIDES * part
+                gate = saved.index(side).load(layout).to(gl.float32)
                 up = gate
                 if GATED:
-                    up = saved.index(4 * slot + 2 * part + 1).load(layout).to(gl.float32)
+                    up = saved.index(side + 1).load(layout).to(gl.float32)
                 value, slope = _value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
                 grad = grad_act * prob
                 gate_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
@@ -600,8 +610,12 @@ def _finish_fc2_dgrad(
                 if F % (PARTS * PART_N) != 0:
                     value = gl.where(inside, value, 0.0)
                 grad_probs += grad_act * value
-            if i + SLOTS < HEIGHT * PAIRS:
-                _fetch_saved(i + SLOTS, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
+            here = i + SLOTS < HEIGHT * PAIRS
+            if here | more:
+                _fetch_saved(
+                    (i + SLOTS) % (HEIGHT * PAIRS), fc1_output_desc, saved, loaded,
+                    gl.where(here, row, next_row), gl.where(here, f0, next_f0), F, GATED, PAIRS,
+                )  # fmt: skip
         gl.store(grad_permuted_probs_ptr + r, gl.sum(grad_probs, 1), mask=r < end)
         r += PIECE_R
 
@@ -639,6 +653,7 @@ def _finish_rows(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     turn = 0
+    fetched = False
     programs = gl.num_programs(0)
     expert, row_start, end, col = _row_tile(
         gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
@@ -655,12 +670,16 @@ def _finish_rows(
                 row = row_start + half * products.shape[1]
                 if row < end:
                     if STEP == "fc2_dgrad":
+                        both = (half == 0) & (row + products.shape[1] < end)
+                        more = both | (next_expert >= 0)
                         _finish_fc2_dgrad(
                             products, pieces, half, saved, loaded, full, turn, out_ptr, out_desc,
                             act_ptr, permuted_probs_ptr,
-                            grad_permuted_probs_ptr + col.to(gl.int64) * R, row, end, n0, F,
-                            ACTIVATION, layout,
+                            grad_permuted_probs_ptr + col.to(gl.int64) * R, row, end, n0, fetched,
+                            more, gl.where(both, row + products.shape[1], next_row_start),
+                            gl.where(both, n0, next_col * COLS), F, ACTIVATION, layout,
                         )  # fmt: skip
+                        fetched = more
                     else:
                         mbarrier.wait(full.index(half), turn & 1)
                         if STEP == "fc1":
@@ -751,8 +770,9 @@ def _rows_hopper_kernel(
     saved, loaded = pieces, full
     if STEP == "fc2_dgrad":
         saved = gl.allocate_shared_memory(dtype, [4 * SLOTS, PIECE_R, PART_N], part_layout)
-        loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(SLOTS):
+        TIMES: gl.constexpr = SLOTS if ACTIVATION.gated else 2 * SLOTS
+        loaded = gl.allocate_shared_memory(gl.int64, [TIMES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(TIMES):
             mbarrier.init(loaded.index(i), count=1)
     empty, ready = _barriers(STAGES, 65 if GATHER else 1)
     gl.warp_specialize(
