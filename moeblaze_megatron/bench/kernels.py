@@ -19,10 +19,11 @@ KERNELS = (
 def kernel_calls(
     shape: Shape, inputs: Inputs
 ) -> tuple[dict[str, tuple[float, str]], dict[str, Callable[[], object]], Callable[[], object]]:
-    """Work (FLOPs or bytes, with the unit of its rate) and call, by kernel; what to call before each.
+    """Work (FLOPs or bytes, with the unit of its rate) and call, by kernel; what precedes a call.
 
-    GEMMs run over all columns at once, beside one dense cuBLAS GEMM of the same FLOPs each. The
-    last restores what fc2's dgrad replaces: numbers that shrink from call to call take less power.
+    GEMMs run over all columns at once, beside one dense cuBLAS GEMM of the same FLOPs each. Before
+    each, what fc2's dgrad replaces is restored: numbers that shrink from call to call take less
+    power.
     """
     x, fc1_weight, fc2_weight, probs = (leaf.detach() for leaf in inputs.leaves)
     kernels = kernels_for(x)
