@@ -176,14 +176,15 @@ def _load_rows(
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Two warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each."""
+    """Two or four warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each."""
     COLS: gl.constexpr = BLOCK_N // PARTS
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
         0 if GATHER else a_desc.block_type.nbytes
     )
     MIDDLE: gl.constexpr = K // 2 // BLOCK_K * BLOCK_K
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
@@ -263,10 +264,17 @@ def _multiply(
     BLOCK_K: gl.constexpr,
     HALF_R: gl.constexpr,
     STAGES: gl.constexpr,
+    NARROW: gl.constexpr,  # two wgmmas side by side, each of which names half the registers
 ):
-    """A warpgroup's rows of a tile times the weights, with one step always in flight."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros((HALF_R, BLOCK_N), gl.float32, layout)
+    """A warpgroup's rows of a tile times the weights, with one step always in flight.
+
+    Left and right half of the columns.
+    """
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    WIDTH: gl.constexpr = HALF_N if NARROW else BLOCK_N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = gl.zeros((HALF_R, WIDTH), gl.float32, layout)
+    right = gl.zeros((HALF_R, HALF_N), gl.float32, layout) if NARROW else acc
     if used:
         for k0 in range(0, K, BLOCK_K):
             stage = _await(ready, step, STAGES)
@@ -276,18 +284,30 @@ def _multiply(
             w = weight_stages.index(stage)
             if N_FIRST:
                 w = w.permute((1, 0))
-            acc = warpgroup_mma(a, w, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            if NARROW:
+                acc = warpgroup_mma(a, w.slice(0, HALF_N, dim=1), acc, is_async=True)
+                right = warpgroup_mma(a, w.slice(HALF_N, HALF_N, dim=1), right, is_async=True)
+                acc, right = warpgroup_mma_wait(2, deps=(acc, right))
+            else:
+                acc = warpgroup_mma(a, w, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             _release_previous(empty, step, k0 > 0, STAGES)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if NARROW:
+            acc, right = warpgroup_mma_wait(0, deps=(acc, right))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         _release_previous(empty, step, True, STAGES)
     else:  # only ever the second half
         for _ in range(0, K, BLOCK_K):
             _await(ready, step, STAGES)
             step += 1
             _release_previous(empty, step, True, STAGES)
-    return acc, step
+    if NARROW:
+        left = acc
+    else:
+        left, right = _halves(acc)
+    return left, right, step
 
 
 @gluon.jit
@@ -368,6 +388,7 @@ def _multiply_rows(
     HALF_R: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    NARROW: gl.constexpr,
 ):
     """One warpgroup: its half of a row tile times a weight tile, handed over to `_finish_rows`."""
     PARTS: gl.constexpr = products.shape[0] // 2
@@ -385,9 +406,9 @@ def _multiply_rows(
         )  # fmt: skip
         if expert >= 0:
             used = row_start + half * HALF_R < row_end
-            acc, step = _multiply(
+            left, right, step = _multiply(
                 half, used, a_stages, weight_stages, empty, ready, step, K, GATHER, N_FIRST,
-                BLOCK_N, BLOCK_K, HALF_R, STAGES,
+                BLOCK_N, BLOCK_K, HALF_R, STAGES, NARROW,
             )  # fmt: skip
             mbarrier.wait(free.index(half), (turn & 1) ^ 1)
             if used:
@@ -395,7 +416,10 @@ def _multiply_rows(
                 if bias_ptr is not None:
                     expert_bias_ptr = bias_ptr + expert.to(gl.int64) * N
                 up_shift = N // 2 - COLS if HALVES == 2 else 0
-                _hand_over(acc, products, half * PARTS, expert_bias_ptr, col * COLS, N, up_shift)
+                first: gl.constexpr = half * PARTS
+                n0 = col * COLS
+                _hand_over(left, products, first, expert_bias_ptr, n0, N, up_shift)
+                _hand_over(right, products, first + PARTS // 2, expert_bias_ptr, n0, N, up_shift)
                 fence_async_shared()
             mbarrier.arrive(full.index(half), count=1)
             turn += 1
@@ -646,12 +670,13 @@ def _finish_rows(
     SAVE: gl.constexpr,
     COLS: gl.constexpr,
     GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Two warps: what follows on the product, while the next tile is multiplied.
+    """Two or four warps: what follows on the product, while the next tile is multiplied.
 
     Its loops are real ones: unrolled code of this length would come from beyond the caches.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     turn = 0
     fetched = False
     programs = gl.num_programs(0)
@@ -740,6 +765,7 @@ def _rows_hopper_kernel(
     STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
+    FINISH_REGISTERS: gl.constexpr,
 ):
     """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]
 
@@ -774,7 +800,9 @@ def _rows_hopper_kernel(
         loaded = gl.allocate_shared_memory(gl.int64, [TIMES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(TIMES):
             mbarrier.init(loaded.index(i), count=1)
-    empty, ready = _barriers(STAGES, 65 if GATHER else 1)
+    NARROW: gl.constexpr = FINISH_REGISTERS is not None
+    WARPS: gl.constexpr = 4 if NARROW else 2  # that load, and as many that finish
+    empty, ready = _barriers(STAGES, 32 * WARPS + 1 if GATHER else 1)
     gl.warp_specialize(
         [
             (
@@ -783,7 +811,7 @@ def _rows_hopper_kernel(
                     0, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
                     HALVES * cols, NUM_COLS, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
-                    GROUP, STAGES,
+                    GROUP, STAGES, NARROW,
                 ),
             ),
             (
@@ -792,7 +820,7 @@ def _rows_hopper_kernel(
                     1, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
                     HALVES * cols, NUM_COLS, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
-                    GROUP, STAGES,
+                    GROUP, STAGES, NARROW,
                 ),
             ),
             (
@@ -801,7 +829,7 @@ def _rows_hopper_kernel(
                     out_ptr, out_desc, act_ptr, permuted_probs_ptr, grad_permuted_probs_ptr, R,
                     products, pieces, saved, loaded, full, free, tile_expert_ptr,
                     tile_row_start_ptr, tile_row_end_ptr, num_tiles, cols, NUM_COLS, F, STEP,
-                    ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP,
+                    ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP, WARPS,
                 ),
             ),
             (
@@ -810,12 +838,12 @@ def _rows_hopper_kernel(
                     a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
                     expert_token_indices_ptr, tile_expert_ptr, tile_row_start_ptr,
                     tile_row_end_ptr, num_tiles, n_start, weight_rows, NUM_COLS, K, GATHER,
-                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
+                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, WARPS,
                 ),
             ),
         ],
-        [4, 2, 2],
-        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+        [4, WARPS, WARPS],
+        [MULTIPLY_REGISTERS, FINISH_REGISTERS if NARROW else LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -887,6 +915,7 @@ def _rows(
         ring.stages,
         ring.multiply_registers,
         ring.load_registers,
+        ring.finish_registers,
         num_warps=NUM_WARPS,
     )
 
