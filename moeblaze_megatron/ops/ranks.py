@@ -1,7 +1,7 @@
 """What ranks tell one another about tokens, each in one launch: no sort, no atomic, no host read.
 
 T tokens, K experts per token, EP ranks with E experts each, M = min(K, EP) ranks of a token,
-k = min(K, E) experts of a row: a token at one rank.
+k = min(K, E) experts of a row, that is of a token at one rank; K in the kernels of rows.
 """
 
 import torch
