@@ -316,10 +316,15 @@ def test_weak_scaling_table(plain_env, tmp_path):
 
 def test_kernels_run_alone():
     shape = Shape(64, 32, 16, 4, 2)
-    work, calls = kernel_calls(shape, inputs_for(shape, torch.bfloat16))
+    work, calls, restore = kernel_calls(shape, inputs_for(shape, torch.bfloat16))
     assert tuple(calls) == tuple(work) == KERNELS
+    in_place = calls["fc2 dgrad, lookup"]
+    first = in_place()[0].clone()
     for call in calls.values():
         call()
+    assert not torch.equal(in_place()[0], first)
+    restore()
+    assert torch.equal(in_place()[0], first)
     assert work["fc1, dense"] == work["fc1"] == (4 * 128 * 32 * 16, "TFLOP/s")
 
 

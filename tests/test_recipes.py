@@ -134,6 +134,11 @@ def test_compare_names_its_dispatchers_itself(path):
     assert code == 2 and "leave DISPATCHER=alltoall out" in output and "--dispatchers" in output
 
 
+def test_compare_runs_on_one_node(path):
+    code, output = run("deepseek_v3_like", "--compare", PATH=path)
+    assert code == 2 and "not on NODES=64: set NODES=1" in output
+
+
 def test_compare_takes_the_recipe_with_its_options(tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)

@@ -39,6 +39,11 @@ if [[ ${1:-} == --compare ]]; then
             "with the two that --dispatchers names" >&2
         exit 2
     fi
+    if ((NODES > 1)); then
+        echo "$0: --compare trains on one node, not on NODES=$NODES: set NODES=1, and after --" \
+            "flags of a layout that fits it" >&2
+        exit 2
+    fi
     OPTIONS=()
     while (($#)) && [[ $1 != -- ]]; do
         OPTIONS+=("$1")

@@ -211,10 +211,10 @@ def run_memory(arguments, report: dict) -> None:
 def run_kernels(arguments, report: dict) -> None:
     for title, shape in arguments.shapes:
         inputs = inputs_for(shape, getattr(torch, arguments.dtype), arguments.routing)
-        work, calls = kernel_calls(shape, inputs)
+        work, calls, restore = kernel_calls(shape, inputs)
         if arguments.kernels:
             calls = {name: calls[name] for name in calls if name in arguments.kernels}
-        report[title] = time_calls(calls, arguments.steps)
+        report[title] = time_calls(calls, arguments.steps, restore)
         print(f"\n{title}: T, H, F, E, K = {shape}")
         print(f"{'kernel':20} {'ms':>8} {'p20..p80':>15} {'rate':>16} {'of dense':>9}")
         for name, ms in report[title].items():
@@ -224,7 +224,7 @@ def run_kernels(arguments, report: dict) -> None:
             share = f"{ceiling['p50'] / ms['p50']:9.1%}" if ceiling else ""
             spread = f"{ms['p20']:7.3f}-{ms['p80']:<7.3f}"
             print(f"{name:20} {ms['p50']:8.3f} {spread} {rate} {share}".rstrip(), flush=True)
-        del inputs, calls
+        del inputs, calls, restore
         release()
 
 
