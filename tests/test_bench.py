@@ -180,11 +180,10 @@ def test_layer_table_and_files(eager, monkeypatch, tmp_path, capsys):
 
 def test_memory_table(eager, monkeypatch, capsys):
     systems = ("moeblaze", "fp8_store", "recompute_fc1", "grouped_mm")
-    run(monkeypatch, "memory", "64,32,16,8,2", "--peers", "dense", *systems)
+    run(monkeypatch, "memory", "64,32,16,8,2", "--peers", *systems)
     out = capsys.readouterr().out
     for name in ("closed form", *systems):
         assert f"\n{name} " in out
-    assert "\ndense" not in out
 
 
 def test_scaling_table_and_plot(eager, monkeypatch, tmp_path, capsys):
@@ -227,7 +226,10 @@ def test_command_line_names_what_is_wrong(plain_env):
         (["layer", "nowhere"], "shape 'nowhere' is neither"),
         (["laier"], "'laier' is neither a command (layer, memory, "),
         (["laier"], "; did you mean layer"),
-        (["layer", "--steps", "3"], "--steps is at least 10"),
+        (["layer", "--steps", "3"], "--steps is at least 10 and --sets at least 1"),
+        (["host", "--layers", "0"], "--steps is at least 10 and --layers at least 1"),
+        (["host", "--peers", "moeblaze", "dense"], "--peers: host does not run dense"),
+        (["memory", "--peers", "dense"], "--peers: memory does not run dense"),
         (["layer", "--peers", "magic"], "--peers: 'magic' is none of dense, moeblaze"),
         (["scaling", "64,32,16,4,2"], "E is at least 4*K"),
         (["expert_parallel"], "expert_parallel runs on several ranks: torchrun"),

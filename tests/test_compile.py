@@ -28,6 +28,15 @@ with table.override("rows", table.Tile(128, 256, 32, num_warps=4, num_stages=3, 
 print(max(row.spilled for row in rows if row.kernel == "_rows_kernel"))
 """
 
+WIDTHS = """
+import torch
+from moeblaze_megatron import aot
+with aot.compiling(90) as compiled, aot.on_meta():
+    for workspace_bytes in (1, 2**40):
+        aot.step(torch.bfloat16, "swiglu", False, workspace_bytes)
+        print(sum(kernel.name == "_rows_hopper_kernel" for kernel in compiled))
+"""
+
 
 @pytest.fixture(scope="module")
 def compiled(plain_env):
@@ -79,6 +88,20 @@ def test_a_spill_is_seen(plain_env):
         stdout=subprocess.PIPE,
     )
     assert int(result.stdout) > 0
+
+
+def test_columns_of_a_slice_are_no_constant(plain_env):
+    """They change with the rows received, from step to step, where nothing may be compiled."""
+    result = subprocess.run(
+        [sys.executable, "-c", WIDTHS],
+        cwd=ROOT,
+        env=plain_env,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    narrow, both = map(int, result.stdout.split())
+    assert narrow == both > 0
 
 
 @pytest.mark.parametrize("arch", MAX_SHARED)

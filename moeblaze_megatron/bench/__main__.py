@@ -200,7 +200,6 @@ def print_memory(shape: Shape, rows: dict, form: dict) -> None:
 
 
 def run_memory(arguments, report: dict) -> None:
-    arguments.peers = [name for name in arguments.peers if name != CEILING]
     for title, shape in arguments.shapes:
         rows = report[title] = bench_layer(title, shape, arguments)
         form = closed_form(shape, getattr(torch, arguments.dtype).itemsize)
@@ -229,7 +228,6 @@ def run_kernels(arguments, report: dict) -> None:
 
 
 def run_host(arguments, report: dict) -> None:
-    arguments.peers = [name for name in arguments.peers if name != CEILING]
     print(f"\n{'host time of a layer, us':24} {'':13}{'alone':>22}{f'of {arguments.sets}':>22}")
     print(f"{'':24} {'system':13}" + 2 * f"{'forward':>11}{'fwd+bwd':>11}")
     for title, shape in arguments.shapes:
@@ -354,6 +352,7 @@ COMMANDS = {
     ),
 }
 ALONE = ("kernels", "expert_parallel", "weak_scaling")  # commands without other packages
+NO_CEILING = ("memory", "host")  # commands that time or weigh whole layers
 DEFAULT_SHAPES = {
     "paper": paper.CONFIGURATIONS,
     "scaling": ("8192,2048,1024,32,4",),
@@ -392,6 +391,7 @@ def parser() -> argparse.ArgumentParser:
                 help="numbers of ranks (default: 1, 2, 4, ... up to all GPUs)")  # fmt: skip
         if name not in ("paper", *ALONE):
             usual = "moeblaze grouped_mm" if name == "scaling" else "all that are installed"
+            usual += f" but {CEILING}" * (name in NO_CEILING)
             add("--peers", nargs="+", metavar="PEER",
                 help=f"systems to run (default: {usual}); of {', '.join(PEERS)}; installed here: "
                 + ", ".join(installed()))  # fmt: skip
@@ -419,7 +419,7 @@ def usual_peers(command: str) -> list[str]:
         return ["moeblaze", "grouped_mm"]
     if command == "paper":
         return [name for name in installed() if name in (paper.OURS, *paper.BASELINES)]
-    return installed()
+    return [name for name in installed() if name != CEILING or command not in NO_CEILING]
 
 
 def settle(arguments) -> None:
@@ -430,7 +430,8 @@ def settle(arguments) -> None:
     """
     table.use(None)
     if arguments.steps < 10 or arguments.sets < 1:
-        raise ValueError("--steps is at least 10, --sets and --layers at least 1")
+        sets = "--layers" if arguments.command == "host" else "--sets"
+        raise ValueError(f"--steps is at least 10 and {sets} at least 1")
     if arguments.json and not arguments.json.parent.is_dir():
         raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     if getattr(arguments, "plot", None) and not find_spec("matplotlib"):
@@ -448,6 +449,11 @@ def settle(arguments) -> None:
         expert_parallel.check_scaling(arguments)
     if arguments.command not in ALONE:
         arguments.peers = chosen(arguments.peers or usual_peers(arguments.command))
+    if arguments.command in NO_CEILING and CEILING in arguments.peers:
+        raise ValueError(
+            f"--peers: {arguments.command} does not run {CEILING}, which is GEMMs and no layer; "
+            "leave it out"
+        )
     for text, shape in arguments.shapes if DEVICE == "cpu" else ():
         if shape.forward_flops > CPU_FLOPS:
             raise ValueError(

@@ -400,7 +400,7 @@ def run_ranks(number: int, arguments, progress: Callable[[str], None]) -> dict:
 def print_scaling(title: str, shape: Shape, found: dict[int, dict], cell: Callable) -> None:
     """Prints {ranks: {system: row}} of one shape, efficiency beside the fewest ranks."""
     print(
-        f"\n{title}: T, H, F, E, K = {shape}; {shape.T} tokens a rank, the experts shared by all\n"
+        f"\n{title}: T, H, F, E, K = {shape}; {shape.T} tokens a rank, all share the experts\n"
         f"{'ranks':>5} {'system':9} {'forward ms':>10} {'efficiency':>10} {'fwd+bwd ms':>11} "
         f"{'efficiency':>10} {'rows sent':>10} {'MB sent':>9} {'peak MiB':>9}"
     )

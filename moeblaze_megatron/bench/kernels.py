@@ -22,8 +22,8 @@ def kernel_calls(
     """Work (FLOPs or bytes, with the unit of its rate) and call, by kernel; what precedes a call.
 
     GEMMs run over all columns at once, beside one dense cuBLAS GEMM of the same FLOPs each. Before
-    each, what fc2's dgrad replaces is restored: numbers that shrink from call to call take less
-    power.
+    each, what fc2's dgrad replaces is restored: a GPU takes another time for numbers that shrink
+    or grow from call to call.
     """
     x, fc1_weight, fc2_weight, probs = (leaf.detach() for leaf in inputs.leaves)
     kernels = kernels_for(x)
@@ -33,7 +33,7 @@ def kernel_calls(
     permuted_probs = kernels.permuted_probs(probs, lists, dense=False)
     activation = Activation(shape.activation)
     fc1_output, act = kernels.fc1(x, fc1_weight, permuted_probs, lists, activation, True)
-    saved = fc1_output.clone()
+    saved, grad_act = fc1_output.clone(), torch.empty_like(act)
     rows = kernels.gather(x, lists, x.new_empty(R, H), 0)
     output = torch.empty_like(x)
     grad_fc1, grad_fc2 = torch.empty_like(fc1_weight), torch.empty_like(fc2_weight)
@@ -63,7 +63,7 @@ def kernel_calls(
     calls |= {
         "fc1, dense": lambda: torch.mm(rows, fc1.t(), out=fc1_output),
         "fc2, dense": lambda: torch.mm(act, fc2.t(), out=rows),
-        "fc2 dgrad, dense": lambda: torch.mm(rows, fc2, out=act),
+        "fc2 dgrad, dense": lambda: torch.mm(rows, fc2, out=grad_act),
         "fc1 dgrad, dense": lambda: torch.mm(fc1_output, fc1, out=rows),
         "fc2 wgrad, dense": lambda: torch.mm(rows.t(), act, out=grad_fc2[0]),
         "fc1 wgrad, dense": lambda: torch.mm(fc1_output.t(), rows, out=grad_fc1[0]),

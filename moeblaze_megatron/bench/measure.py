@@ -120,9 +120,9 @@ def host_microseconds(layer: Layer, stack: list[Inputs], backward: bool, steps: 
     """
     times = []
     for _ in range(steps):
+        x = stack[0].x  # and the graph of the step before is gone
         synchronize()
         begin = time.perf_counter()
-        x = stack[0].x
         for inputs in stack:
             x = layer(replace(inputs, x=x))
         if backward:

@@ -103,16 +103,16 @@ def _row_tile(
     tile_row_start_ptr,  # [num_tiles]
     tile_row_end_ptr,  # [num_tiles]
     num_tiles,
-    NUM_COLS: gl.constexpr,
+    num_cols,
     GROUP: gl.constexpr,
 ):
     """Expert (-1 = none), first row, row behind the last, and column tile of the index-th piece.
 
-    GROUP row tiles walk the columns together. Asked for one piece ahead, and all divisors are
-    constants, so that between two tiles nothing waits for a load or a division.
+    GROUP row tiles walk the columns together, missing ones of the last group too. Asked for one
+    piece ahead, so that between two tiles nothing waits for a load or a division.
     """
-    inside = index % (GROUP * NUM_COLS)
-    tile = index // (GROUP * NUM_COLS) * GROUP + inside % GROUP
+    inside = index % (GROUP * num_cols)
+    tile = index // (GROUP * num_cols) * GROUP + inside % GROUP
     expert = gl.load(tile_expert_ptr + tile, mask=tile < num_tiles, other=-1)
     row_start = gl.load(tile_row_start_ptr + tile, mask=tile < num_tiles, other=0)
     row_end = gl.load(tile_row_end_ptr + tile, mask=tile < num_tiles, other=0)
@@ -166,7 +166,7 @@ def _load_rows(
     num_tiles,
     n_start,
     weight_rows,  # rows of one expert in weight_desc
-    NUM_COLS: gl.constexpr,
+    num_cols,
     K: gl.constexpr,
     GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
@@ -190,15 +190,15 @@ def _load_rows(
     programs = gl.num_programs(0)
     expert, row_start, row_end, col = _row_tile(
         gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-        NUM_COLS, GROUP,
+        num_cols, GROUP,
     )  # fmt: skip
     if GATHER:
         rows = row_start + r
         token = gl.load(expert_token_indices_ptr + rows, mask=rows < row_end, other=0)
-    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * NUM_COLS, programs):
+    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * num_cols, programs):
         next_expert, next_row_start, next_row_end, next_col = _row_tile(
             index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-            NUM_COLS, GROUP,
+            num_cols, GROUP,
         )  # fmt: skip
         if expert >= 0:
             n0 = n_start + col * COLS
@@ -358,7 +358,7 @@ def _multiply_rows(
     tile_row_end_ptr,  # [num_tiles]
     num_tiles,
     N,
-    NUM_COLS: gl.constexpr,
+    num_cols,
     K: gl.constexpr,
     GATHER: gl.constexpr,
     N_FIRST: gl.constexpr,
@@ -376,12 +376,12 @@ def _multiply_rows(
     programs = gl.num_programs(0)
     expert, row_start, row_end, col = _row_tile(
         gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-        NUM_COLS, GROUP,
+        num_cols, GROUP,
     )  # fmt: skip
-    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * NUM_COLS, programs):
+    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * num_cols, programs):
         next_expert, next_row_start, next_row_end, next_col = _row_tile(
             index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-            NUM_COLS, GROUP,
+            num_cols, GROUP,
         )  # fmt: skip
         if expert >= 0:
             used = row_start + half * HALF_R < row_end
@@ -625,7 +625,7 @@ def _finish_rows(
     tile_row_end_ptr,  # [num_tiles]
     num_tiles,
     cols,
-    NUM_COLS: gl.constexpr,
+    num_cols,
     F: gl.constexpr,
     STEP: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -642,12 +642,12 @@ def _finish_rows(
     programs = gl.num_programs(0)
     expert, row_start, end, col = _row_tile(
         gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-        NUM_COLS, GROUP,
+        num_cols, GROUP,
     )  # fmt: skip
-    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * NUM_COLS, programs):
+    for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * num_cols, programs):
         next_expert, next_row_start, next_end, next_col = _row_tile(
             index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-            NUM_COLS, GROUP,
+            num_cols, GROUP,
         )  # fmt: skip
         if expert >= 0:
             n0 = col * COLS
@@ -691,7 +691,7 @@ def _rows_hopper_kernel(
     out_desc,
     act_ptr,  # [R, F] for the two
     permuted_probs_ptr,  # [R] for the two
-    grad_permuted_probs_ptr,  # [NUM_COLS, R], to be summed, for "fc2_dgrad"
+    grad_permuted_probs_ptr,  # [num_cols, R], to be summed, for "fc2_dgrad"
     R,
     expert_token_indices_ptr,  # [R]
     tile_expert_ptr,  # [num_tiles]
@@ -701,7 +701,6 @@ def _rows_hopper_kernel(
     n_start,  # of the product's columns, `cols` from here on
     cols,
     weight_rows,
-    NUM_COLS: gl.constexpr,  # tiles of a row
     K: gl.constexpr,
     F: gl.constexpr,
     STEP: gl.constexpr,
@@ -755,6 +754,10 @@ def _rows_hopper_kernel(
         for i in gl.static_range(SLOTS):
             mbarrier.init(loaded.index(i), count=1)
     empty, ready = _barriers(STAGES, 65 if GATHER else 1)
+    if STEP == "":  # of a workspace's slice, whose width changes with the rows
+        num_cols = gl.cdiv(cols, BLOCK_N)
+    else:
+        num_cols: gl.constexpr = (F * HALVES + BLOCK_N - 1) // BLOCK_N
     gl.warp_specialize(
         [
             (
@@ -762,7 +765,7 @@ def _rows_hopper_kernel(
                 (
                     0, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-                    HALVES * cols, NUM_COLS, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
+                    HALVES * cols, num_cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
                     GROUP, STAGES,
                 ),
             ),
@@ -771,7 +774,7 @@ def _rows_hopper_kernel(
                 (
                     1, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
-                    HALVES * cols, NUM_COLS, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
+                    HALVES * cols, num_cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
                     GROUP, STAGES,
                 ),
             ),
@@ -780,7 +783,7 @@ def _rows_hopper_kernel(
                 (
                     out_ptr, out_desc, act_ptr, permuted_probs_ptr, grad_permuted_probs_ptr, R,
                     products, pieces, saved, loaded, full, free, tile_expert_ptr,
-                    tile_row_start_ptr, tile_row_end_ptr, num_tiles, cols, NUM_COLS, F, STEP,
+                    tile_row_start_ptr, tile_row_end_ptr, num_tiles, cols, num_cols, F, STEP,
                     ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP,
                 ),
             ),
@@ -789,7 +792,7 @@ def _rows_hopper_kernel(
                 (
                     a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
                     expert_token_indices_ptr, tile_expert_ptr, tile_row_start_ptr,
-                    tile_row_end_ptr, num_tiles, n_start, weight_rows, NUM_COLS, K, GATHER,
+                    tile_row_end_ptr, num_tiles, n_start, weight_rows, num_cols, K, GATHER,
                     N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
                 ),
             ),
@@ -847,7 +850,6 @@ def _rows(
         n_start,
         cols,
         weight_rows,
-        cdiv(cols, BLOCK_N // halves),
         a.shape[1],
         cols if step else 0,
         step,
