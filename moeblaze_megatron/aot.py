@@ -188,6 +188,21 @@ def step(
     topk_probs = tensor(T, K, dtype=torch.float32).detach()
     permuted_probs = kernels.permuted_probs(topk_probs, lists, dense=False)
     kernels.grad_probs(permuted_probs, lists, topk_probs, dense=False)
+    for ranks in (1, 8):
+        exchange(ranks, tensor(T, E, dtype=torch.bool), probs.detach())
+
+
+def exchange(ranks: int, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
+    """What expert parallelism launches beside `gather` and `combine`; with 1, expert TP alone."""
+    lists = None
+    if ranks > 1:
+        indices, pairs = kernels.ranks_from_routing_map(routing_map, ranks, K)
+        lists = kernels.index_lists(indices, ranks)
+        sizes = pairs.new_empty(ranks, 3, dtype=torch.int64)
+        kernels.split_sizes(lists.tokens_per_expert, pairs, 2 * H, sizes)
+    wire = kernels.pack_routing(routing_map, probs, lists, K)
+    ids = wire.new_empty(len(wire), K, dtype=torch.int16)
+    kernels.unpack_grad_probs(probs.new_empty(ids.shape), ids, lists, torch.empty_like(probs))
 
 
 def compile_step(

@@ -664,7 +664,8 @@ def launches_are_on_the_gpu_of_the_tensors(layout: Layout) -> None:
         pending = start_dispatch(x, routing_map.float(), routing_map, 4, expert_groups())
         rows, _, _, route = dispatch(x, routing_map.float(), pending)
         combine(rows, route)
-    names = ["topk_indices_from_routing_map", *["gather", "combine"] * (layout.ep > 1)]
+    names = ["ranks_from_routing_map", "pack_routing", "gather", "combine"]
+    names = names if layout.ep > 1 else ["pack_routing"]
     assert launched == {name: [x.device] for name in names}, launched
 
 
@@ -683,7 +684,7 @@ def disagreement_is_told(layout: Layout) -> None:
     expected = f"rank {1 - rank} sends rows of {there} bytes (hidden states, probs and expert ids)"
     assert expected in message and f"this rank, {rank}, of {here}" in message, message
 
-    rows, pairs = torch.tensor([3, 2]), torch.tensor([4, 1 if rank else 2])
+    rows, pairs = torch.tensor([3, 2]), torch.tensor([[4], [1 if rank else 2]])
     exchange = SplitExchange(rows, pairs, 64, groups)
     if rank == 1:  # rank 1 sends itself 2 rows for 1 pair
         assert "rank 1 announces 2 rows for 1 (token, expert) pairs" in told(exchange.wait)

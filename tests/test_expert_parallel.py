@@ -15,7 +15,8 @@ import torch
 from ep_worker import CHECKS
 from pretraining import largest_difference, needs_megatron_on_cpu, run, train
 
-from moeblaze_megatron.expert_parallel.dispatch import _from_wire, _to_wire
+from moeblaze_megatron.expert_parallel.dispatch import _from_wire
+from moeblaze_megatron.ops.reference import pack_routing
 from moeblaze_megatron.processes import torchrun_command
 
 pytestmark = needs_megatron_on_cpu
@@ -106,8 +107,10 @@ def test_on_all_ranks(name, outcomes):
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_probs_and_ids_of_any_number_of_rows_pass_the_wire(rows, dtype, k):
     """A row of them need not be a multiple of a prob in bytes."""
-    sent = torch.rand(rows, k, dtype=dtype), torch.arange(rows * k, dtype=torch.int32).view(rows, k)
-    for got, expected in zip(_from_wire(_to_wire(*sent), dtype), sent, strict=True):
+    routing_map, probs = torch.ones(rows, k, dtype=torch.bool), torch.rand(rows, k, dtype=dtype)
+    sent = probs, torch.arange(k, dtype=torch.int32).expand(rows, k)
+    arrived = _from_wire(pack_routing(routing_map, probs, None, k), dtype)
+    for got, expected in zip(arrived, sent, strict=True):
         assert got.dtype == expected.dtype and torch.equal(got, expected)
 
 

@@ -91,6 +91,36 @@ def test_grad_probs_example(ops, device, dense):
     assert ops.grad_probs(grad, lists, probs, dense).tolist() == want
 
 
+def test_ranks_example(ops, device):
+    routing_map = ints([[0, 0, 1, 1], [0, 1, 1, 0]], device).bool()
+    ranks, pairs = ops.ranks_from_routing_map(routing_map, 2, 2)
+    assert ranks.tolist() == [[1, -1], [0, 1]] and pairs.sum(1).tolist() == [1, 3]
+    assert ops.ranks_from_routing_map(routing_map, 2, 1)[0].tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize("scan", [1, 4], ids=["one at a time", "all at once"])
+def test_split_sizes_example(ops, device, scan, monkeypatch):
+    monkeypatch.setattr("moeblaze_megatron.ops.ranks.SCAN", scan)
+    sizes = torch.empty(1, 3, dtype=torch.int64, device=device)
+    assert ops.split_sizes(ints([2], device), ints([[1, 3]], device), 10, sizes) is sizes
+    assert sizes.tolist() == [[2, 4, 10]]
+
+
+def test_pack_routing_and_back_example(ops, device):
+    routing_map = ints([[0, 1, 1, 1]], device).bool()
+    lists = ops.index_lists(ints([[0, 1]], device), 2)
+    assert lists.token_index_map.tolist() == [[0, 1]]
+    probs = torch.tensor([[0.0, 7.0, 8.0, 9.0]], device=device)
+    wire = ops.pack_routing(routing_map, probs, lists, 2)
+    assert wire.dtype is torch.uint8
+    assert wire[:, :8].contiguous().view(torch.float32).tolist() == [[7, 0], [8, 9]]
+    ids = wire[:, 8:].contiguous().view(torch.int16)
+    assert ids.tolist() == [[1, -1], [0, 1]]
+    grad, out = torch.tensor([[5.0, 6.0], [7.0, 8.0]], device=device), torch.empty_like(probs)
+    assert ops.unpack_grad_probs(grad, ids, lists, out) is out
+    assert out.tolist() == [[0, 5, 7, 8]]
+
+
 def test_combine_example(ops, device):
     lists = ops.index_lists(ints(ROUTED, device), 3)
     lists = replace(lists, token_index_map=ints([[1, 3], [0, -1]], device))
@@ -337,6 +367,88 @@ def test_experts_past_topk_are_left_out(ops, device):
     everything[1, :150] = False
     got = ops.topk_indices_from_routing_map(everything, 2)
     assert got.tolist() == [[0, 1], [150, 151], [0, 1]]
+
+
+class Between(NamedTuple):
+    EP: int
+    E: int
+    K: int
+    why: str
+
+
+BETWEEN = [
+    Between(1, 5, 3, "one rank; no lists"),
+    Between(2, 3, 4, "k is E; odd"),
+    Between(3, 8, 2, "ranks not a power of two"),
+    Between(4, 1, 2, "one expert a rank"),
+    Between(2, 150, 5, "more experts of a rank than a tile"),
+    Between(8, 4, 32, "most slots empty"),
+    Between(32, 32, 32, "the most experts and top-k"),
+]
+
+
+@pytest.mark.parametrize(
+    ("T", "dtype"),
+    [
+        (0, torch.float32),
+        (1, torch.float32),
+        (67, torch.float32),
+        (67, torch.float64),
+        (67, torch.bfloat16),
+        (67, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", BETWEEN, ids=lambda case: case.why.replace(" ", "-"))
+def test_routing_between_ranks_by_brute_force(ops, device, case, T, dtype):
+    """Nothing for rank 1; bits of probs, NaN among them, as they are."""
+    EP, E, K, _ = case
+    k, g = min(K, E), torch.Generator().manual_seed(T)
+    routing_map = torch.zeros(T, EP * E + 1, dtype=torch.bool)
+    routing_map = routing_map.scatter_(1, draw(EP * E, K, T).long() % (EP * E + 1), True)[:, :-1]
+    routing_map[:, E : 2 * E] = False
+    probs = torch.randn(T, EP * E, generator=g).to(dtype)
+    probs[torch.rand(probs.shape, generator=g) < 0.1] = float("nan")
+    nowhere, here = [[-1] * k, [0.0] * k], [(d, t) for d in range(EP) for t in range(T)]
+    rows = [(t, d, routing_map[t, d * E : (d + 1) * E].nonzero().flatten()) for d, t in here]
+    rows = [row for row in rows if len(row[2]) or EP == 1]
+    ids, sent = (torch.tensor([value] * len(rows)).view(-1, k) for value in nowhere)
+    sent, grad = sent.to(dtype), torch.full(sent.shape, float("nan"), dtype=dtype)
+    expected = torch.zeros_like(probs)
+    for r, (t, d, experts) in enumerate(rows):
+        columns, n = d * E + experts, len(experts)
+        ids[r, :n], sent[r, :n] = experts, probs[t, columns]
+        grad[r, :n] = expected[t, columns] = torch.randn(n, generator=g).to(dtype)
+
+    ranks, pairs = ops.ranks_from_routing_map(routing_map.to(device), EP, K)
+    per_rank = routing_map.view(T, EP, E)
+    assert pairs.sum(1).tolist() == per_rank.sum((0, 2)).tolist()
+    ascending = [row.nonzero().flatten().tolist() for row in per_rank.any(2)]
+    M = min(K, EP)
+    assert ranks.dtype is torch.int32 and tuple(ranks.shape) == (T, M)
+    assert ranks.tolist() == [row + [-1] * (M - len(row)) for row in ascending]
+    lists = None if EP == 1 else ops.index_lists(ranks, EP)
+    wire = ops.pack_routing(routing_map.to(device), probs.to(device), lists, K)
+    want = torch.cat([sent.view(torch.uint8), ids.short().view(torch.uint8)], 1)
+    assert torch.equal(wire[: len(rows)].cpu(), want)
+    out = torch.empty_like(probs, device=device)
+    ops.unpack_grad_probs(grad.to(device), ids.short().to(device), lists, out)
+    assert torch.equal(out.cpu(), expected)
+
+
+def test_experts_past_topk_are_not_sent(ops, device):
+    everything = torch.ones(2, 12, dtype=torch.bool, device=device)
+    ranks, _ = ops.ranks_from_routing_map(everything, 3, 2)
+    assert ranks.tolist() == [[0, 1]] * 2
+    probs = torch.arange(24.0, device=device).view(2, 12)
+    wire = ops.pack_routing(everything, probs, ops.index_lists(ranks, 3), 2)
+    assert wire[:, :8].contiguous().view(torch.float32).tolist() == [
+        [0, 1],
+        [12, 13],
+        [4, 5],
+        [16, 17],
+    ]
+    assert wire[:, 8:].contiguous().view(torch.int16).tolist() == [[0, 1]] * 4
 
 
 def test_repeated_experts_count_twice(ops, device):

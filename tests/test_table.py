@@ -18,7 +18,7 @@ from moeblaze_megatron.ops.table import Copy, Key, Ring, Tile
 ROOT = Path(__file__).parents[1]
 SHIPPED = table.load(table.SHIPPED)
 H200 = ("NVIDIA H200", "sm_90", "any")
-RING = Ring(stages=3, group=8, multiply_registers=168, load_registers=176)
+RING = Ring(stages=3, group=8, multiply_registers=168, load_registers=176, finish_registers=None)
 TILE = Tile(rows=128, cols=64, depth=32, num_warps=8, num_stages=3, group=8)
 
 

@@ -23,7 +23,6 @@ from moeblaze_megatron.expert_parallel.exchange import (
 )
 from moeblaze_megatron.ops.experts import (
     check_experts_per_token,
-    index_lists_from_routing_map,
     index_lists_from_topk,
     kernels_for,
 )
@@ -84,28 +83,6 @@ class Route:
     rank_lists: IndexLists | None
     splits: Splits | None = None
 
-    def pairs(self) -> torch.Tensor:
-        """[rows] int64: row r goes to rank d for token t, t*EP + d; past the rows in use, -1.
-
-        That is the row of [T*EP, E] where the local columns of the routing stand.
-        """
-        offsets = self.rank_lists.expert_token_offsets.long()
-        row = torch.arange(self.rank_lists.token_index_map.numel(), device=offsets.device)
-        rank = torch.bucketize(row, offsets[1:], right=True)
-        token = self.rank_lists.expert_token_indices[: row.numel()].long()
-        return (token * self.groups.ep_size + rank).where(rank < self.groups.ep_size, -1)
-
-    def places(self, ids: torch.Tensor) -> torch.Tensor:
-        """[rows, k] local experts -> [rows, k] places of their probs in the flat [T, EP*E], or -1.
-
-        A place is used by one row only.
-        """
-        if self.rank_lists is None:
-            pair = torch.arange(self.tokens, device=ids.device)
-        else:
-            pair = self.pairs()[: ids.shape[0]]
-        return (pair[:, None] * self.num_experts + ids).where(ids >= 0, -1)
-
 
 @dataclass(frozen=True)
 class PendingDispatch:
@@ -113,15 +90,16 @@ class PendingDispatch:
 
     Attributes:
         route: where its rows go.
-        ids: [rows, k] int32 local experts of each row, -1 = none. Sized by the bound T*min(K, EP);
-            rows past those in use hold -1.
+        routing_map: [T, EP*E] bool.
+        topk: K.
         exchange: the exchange of split sizes under way; None with one expert-parallel rank.
         counters: where rows are counted.
         check: whether to look at what arrives, which waits for the device.
     """
 
     route: Route
-    ids: torch.Tensor
+    routing_map: torch.Tensor
+    topk: int
     exchange: SplitExchange | None
     counters: tuple[RowCounter, ...]
     check: bool
@@ -130,7 +108,8 @@ class PendingDispatch:
         """The sizes. With one expert-parallel rank, T is equal on the expert-TP ranks."""
         if self.exchange is not None:
             return self.exchange.wait()
-        tokens, ranks, pairs = self.route.tokens, self.route.groups.tp_size, self.ids.numel()
+        tokens, ranks = self.route.tokens, self.route.groups.tp_size
+        pairs = tokens * min(self.topk, self.route.num_experts)
         return Splits([tokens], [tokens], [pairs], [tokens] * ranks, pairs, pairs * ranks)
 
 
@@ -167,35 +146,30 @@ def start_dispatch(
     check = check or not routing_map.is_cuda
     if check:
         check_experts_per_token(routing_map, topk)
-    E, ops = num_experts // EP, kernels_for(routing_map)
-    k = min(topk, E)
-    with torch.cuda.device_of(routing_map):  # Triton launches on the current GPU
-        if EP == 1:
-            ids = ops.topk_indices_from_routing_map(routing_map, k)
-            return PendingDispatch(Route(groups, T, E, None), ids, None, counters, check)
-        by_rank = routing_map.view(T, EP, E)
-        rank_lists = index_lists_from_routing_map(by_rank.any(2), min(topk, EP))
-        row_bytes = x.shape[1] * x.element_size() + k * (probs.element_size() + ID.itemsize)
-        pairs = by_rank.sum((0, 2), dtype=torch.int32)
-        exchange = SplitExchange(rank_lists.tokens_per_expert, pairs, row_bytes, groups)
-        route = Route(groups, T, E, rank_lists)
-        pair = route.pairs()
-        local_map = by_rank.flatten(0, 1)[pair.clamp(min=0)] & (pair >= 0)[:, None]
-        ids = ops.topk_indices_from_routing_map(local_map, k)
-        return PendingDispatch(route, ids, exchange, counters, check)
+    E, rank_lists, exchange = num_experts // EP, None, None
+    if EP > 1:
+        with torch.cuda.device_of(routing_map):  # Triton launches on the current GPU
+            ranks, pairs = kernels_for(routing_map).ranks_from_routing_map(routing_map, EP, topk)
+            rank_lists = index_lists_from_topk(ranks, EP)
+            routing_bytes = min(topk, E) * (probs.element_size() + ID.itemsize)
+            row_bytes = x.shape[1] * x.element_size() + routing_bytes
+            exchange = SplitExchange(rank_lists.tokens_per_expert, pairs, row_bytes, groups)
+    route = Route(groups, T, E, rank_lists)
+    return PendingDispatch(route, routing_map, topk, exchange, counters, check)
 
 
-def _to_wire(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Probs and int32 ids [rows, k] as one buffer of bytes, for one exchange of both."""
-    return torch.cat([probs.view(torch.uint8), ids.to(ID).view(torch.uint8)], 1)
+def _ids(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The ids [rows, k] in what `pack_routing` made of probs of that dtype, a view."""
+    k = wire.shape[1] // (dtype.itemsize + ID.itemsize)
+    return wire[:, k * dtype.itemsize :].view(ID)
 
 
 def _from_wire(wire: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    k = wire.shape[1] // (dtype.itemsize + ID.itemsize)
-    parts = wire.split([k * dtype.itemsize, k * ID.itemsize], 1)
+    """Its probs and int32 ids [rows, k], as copies."""
+    ids = _ids(wire, dtype)
     # `contiguous` would leave no or one row with the stride of the buffer, which `view` refuses.
-    probs, ids = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-    return probs.view(dtype), ids.view(ID).int()
+    probs = wire[:, : ids.shape[1] * dtype.itemsize].clone(memory_format=torch.contiguous_format)
+    return probs.view(dtype), ids.int()
 
 
 class _Dispatch(torch.autograd.Function):
@@ -205,21 +179,18 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, probs, pending):
         route, groups, ops = pending.route, pending.route.groups, kernels_for(x)
         # Buffers of the bound's size need no split sizes, which arrive meanwhile.
-        places = route.places(pending.ids)
-        send_probs = probs.flatten()[places.clamp(min=0)].where(places >= 0, 0)
-        ids, rows = pending.ids.to(ID), x
-        wire = _to_wire(send_probs, ids)
+        rows, wire = x, ops.pack_routing(pending.routing_map, probs, route.rank_lists, pending.topk)
         if route.rank_lists is not None:
-            rows = ops.gather(x, route.rank_lists, x.new_empty(ids.shape[0], x.shape[1]), 0)
+            rows = ops.gather(x, route.rank_lists, x.new_empty(wire.shape[0], x.shape[1]), 0)
         splits = pending.wait()
+        used = sum(splits.send)
+        ids = _ids(wire[:used], probs.dtype).clone()
         if route.rank_lists is not None:
-            used = sum(splits.send)
-            ids = ids[:used].clone()
             fill = NOTHING if pending.check else None
             wire = all_to_all(wire[:used], splits.send, splits.recv, groups.ep, fill)
             rows = all_to_all(rows[:used], splits.send, splits.recv, groups.ep)
             if pending.check:
-                check_arrival(_from_wire(wire, probs.dtype)[1], splits, route.num_experts)
+                check_arrival(_ids(wire, probs.dtype), splits, route.num_experts)
         if groups.tp_size > 1:
             wire = all_gather(wire, splits.gathered, groups.tp)
             rows = all_gather(rows, splits.gathered, groups.tp)
@@ -233,7 +204,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_rows, grad_probs, _grad_ids, _grad_route):
         (ids,), route = ctx.saved_tensors, ctx.route
-        groups, splits = route.groups, route.splits
+        groups, splits, ops = route.groups, route.splits, kernels_for(grad_rows)
         grad_rows, grad_probs = grad_rows.contiguous(), grad_probs.contiguous()
         if groups.tp_size > 1:
             grad_probs = reduce_scatter(grad_probs, splits.gathered, groups.tp)
@@ -244,12 +215,9 @@ class _Dispatch(torch.autograd.Function):
             grad_rows = all_to_all(grad_rows, splits.recv, splits.send, groups.ep)
             # grad_x[t] = sum over ranks of grad_rows
             grad_x = grad_rows.new_empty(route.tokens, grad_rows.shape[1])
-            kernels_for(grad_rows).combine(grad_rows, route.rank_lists, grad_x, 0)
-        # Probs that were not sent have no gradient; slots without a prob go past the end.
-        places, size = route.places(ids), ctx.probs_shape.numel()
-        flat = grad_probs.new_zeros(size + 1)
-        flat.scatter_(0, places.where(places >= 0, size).flatten(), grad_probs.flatten())
-        return grad_x, flat[:size].view(ctx.probs_shape), None
+            ops.combine(grad_rows, route.rank_lists, grad_x, 0)
+        out = grad_probs.new_empty(ctx.probs_shape)
+        return grad_x, ops.unpack_grad_probs(grad_probs, ids, route.rank_lists, out), None
 
 
 class _Combine(torch.autograd.Function):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moeblaze_megatron.ops.experts import kernels_for
+
 
 @dataclass(frozen=True)
 class ExpertGroups:
@@ -115,41 +117,44 @@ class SplitExchange:
     """
 
     def __init__(
-        self, rows: torch.Tensor, pairs: torch.Tensor, row_bytes: int, groups: ExpertGroups
+        self, rows: torch.Tensor, chunk_pairs: torch.Tensor, row_bytes: int, groups: ExpertGroups
     ):
         """Starts the exchange.
 
         Args:
-            rows: [EP] integer, rows from this rank to each.
-            pairs: [EP] integer, the (token, expert) pairs that they stand for.
+            rows: [EP] int32, rows from this rank to each.
+            chunk_pairs: [EP, chunks] int32, parts of the (token, expert) pairs they stand for.
             row_bytes: bytes of one row and its routing, in which all ranks have to agree.
         """
         self.groups, self.row_bytes = groups, row_bytes
         if not rows.is_cuda:
-            self.host, self.event = self._exchange(rows, pairs), None
+            self.host, self.event = self._exchange(rows, chunk_pairs), None
             return
         stream = _side_stream(rows.device)
         stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(stream):
             rows.record_stream(stream)
-            pairs.record_stream(stream)
-            numbers = self._exchange(rows, pairs)
+            chunk_pairs.record_stream(stream)
+            numbers = self._exchange(rows, chunk_pairs)
             self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self.host.copy_(numbers, non_blocking=True)
             self.event = stream.record_event()
 
-    def _exchange(self, rows: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-        """[2*EP*3 + ETP*2]: what was sent, what arrived, and the totals of the expert-TP ranks."""
-        sent = torch.stack([rows, pairs, torch.full_like(rows, self.row_bytes)], 1)
-        sent = sent.to(torch.int64)
-        received = torch.empty_like(sent)
+    def _exchange(self, rows: torch.Tensor, chunk_pairs: torch.Tensor) -> torch.Tensor:
+        """[2*EP*3 + ETP*2]: what was sent, what arrived, and the totals of the expert-TP ranks.
+
+        Without expert TP there are no totals.
+        """
+        ep, tp = self.groups.ep_size, self.groups.tp_size
+        parts = [ep * 3, ep * 3, tp * 2 if tp > 1 else 0]
+        numbers = rows.new_empty(sum(parts), dtype=torch.int64)
+        sent, received, totals = numbers.split(parts)
+        kernels_for(rows).split_sizes(rows, chunk_pairs, self.row_bytes, sent.view(ep, 3))
         dist.all_to_all_single(received, sent, group=self.groups.ep)
-        totals = received[:, :2].sum(0)
-        if self.groups.tp_size > 1:
-            gathered = totals.new_empty(self.groups.tp_size * 2)
-            dist.all_gather_into_tensor(gathered, totals, group=self.groups.tp)
-            totals = gathered
-        return torch.cat([sent.flatten(), received.flatten(), totals])
+        if tp > 1:
+            mine = received.view(ep, 3)[:, :2].sum(0)
+            dist.all_gather_into_tensor(totals, mine, group=self.groups.tp)
+        return numbers
 
     def wait(self) -> Splits:
         """The sizes, once they are there.
@@ -164,12 +169,13 @@ class SplitExchange:
         numbers = self.host.tolist()
         sent = [numbers[3 * d : 3 * d + 3] for d in range(ep)]
         received = [numbers[3 * d : 3 * d + 3] for d in range(ep, 2 * ep)]
-        totals = numbers[6 * ep :]
         self._check(received)
+        recv, recv_pairs = ([sizes[i] for sizes in received] for i in range(2))
+        totals = numbers[6 * ep :] or [sum(recv), sum(recv_pairs)]
         return Splits(
             send=[rows for rows, _, _ in sent],
-            recv=[rows for rows, _, _ in received],
-            recv_pairs=[pairs for _, pairs, _ in received],
+            recv=recv,
+            recv_pairs=recv_pairs,
             gathered=totals[::2],
             sent_pairs=sum(pairs for _, pairs, _ in sent),
             pairs=sum(totals[1::2]),

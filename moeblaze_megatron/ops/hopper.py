@@ -43,10 +43,11 @@ from moeblaze_megatron.ops.tiles import BLOCK_R, cdiv, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
+WGRAD_R = 64  # rows of one step of a weight gradient
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 PART_N = 64  # columns that are handed over or leave together: 128 bytes
 PIECE_R = 16  # rows of a part that are finished at once
-SLOTS = 2  # pairs of pieces of fc1_output on their way, for fc2's dgrad
+SLOTS = 2  # times two pieces of fc1_output on their way, for fc2's dgrad; without a gate twice that
 NUM_WARPS = 4  # of a warpgroup
 
 
@@ -176,14 +177,15 @@ def _load_rows(
     BLOCK_K: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Two warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each."""
+    """Two or four warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each."""
     COLS: gl.constexpr = BLOCK_N // PARTS
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
         0 if GATHER else a_desc.block_type.nbytes
     )
     MIDDLE: gl.constexpr = K // 2 // BLOCK_K * BLOCK_K
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
@@ -263,10 +265,17 @@ def _multiply(
     BLOCK_K: gl.constexpr,
     HALF_R: gl.constexpr,
     STAGES: gl.constexpr,
+    NARROW: gl.constexpr,  # two wgmmas side by side, each of which names half the registers
 ):
-    """A warpgroup's rows of a tile times the weights, with one step always in flight."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = gl.zeros((HALF_R, BLOCK_N), gl.float32, layout)
+    """A warpgroup's rows of a tile times the weights, with one step always in flight.
+
+    Left and right half of the columns.
+    """
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    WIDTH: gl.constexpr = HALF_N if NARROW else BLOCK_N
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    acc = gl.zeros((HALF_R, WIDTH), gl.float32, layout)
+    right = gl.zeros((HALF_R, HALF_N), gl.float32, layout) if NARROW else acc
     if used:
         for k0 in range(0, K, BLOCK_K):
             stage = _await(ready, step, STAGES)
@@ -276,18 +285,30 @@ def _multiply(
             w = weight_stages.index(stage)
             if N_FIRST:
                 w = w.permute((1, 0))
-            acc = warpgroup_mma(a, w, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            if NARROW:
+                acc = warpgroup_mma(a, w.slice(0, HALF_N, dim=1), acc, is_async=True)
+                right = warpgroup_mma(a, w.slice(HALF_N, HALF_N, dim=1), right, is_async=True)
+                acc, right = warpgroup_mma_wait(2, deps=(acc, right))
+            else:
+                acc = warpgroup_mma(a, w, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             _release_previous(empty, step, k0 > 0, STAGES)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if NARROW:
+            acc, right = warpgroup_mma_wait(0, deps=(acc, right))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         _release_previous(empty, step, True, STAGES)
     else:  # only ever the second half
         for _ in range(0, K, BLOCK_K):
             _await(ready, step, STAGES)
             step += 1
             _release_previous(empty, step, True, STAGES)
-    return acc, step
+    if NARROW:
+        left = acc
+    else:
+        left, right = _halves(acc)
+    return left, right, step
 
 
 @gluon.jit
@@ -368,6 +389,7 @@ def _multiply_rows(
     HALF_R: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    NARROW: gl.constexpr,
 ):
     """One warpgroup: its half of a row tile times a weight tile, handed over to `_finish_rows`."""
     PARTS: gl.constexpr = products.shape[0] // 2
@@ -385,9 +407,9 @@ def _multiply_rows(
         )  # fmt: skip
         if expert >= 0:
             used = row_start + half * HALF_R < row_end
-            acc, step = _multiply(
+            left, right, step = _multiply(
                 half, used, a_stages, weight_stages, empty, ready, step, K, GATHER, N_FIRST,
-                BLOCK_N, BLOCK_K, HALF_R, STAGES,
+                BLOCK_N, BLOCK_K, HALF_R, STAGES, NARROW,
             )  # fmt: skip
             mbarrier.wait(free.index(half), (turn & 1) ^ 1)
             if used:
@@ -395,7 +417,10 @@ def _multiply_rows(
                 if bias_ptr is not None:
                     expert_bias_ptr = bias_ptr + expert.to(gl.int64) * N
                 up_shift = N // 2 - COLS if HALVES == 2 else 0
-                _hand_over(acc, products, half * PARTS, expert_bias_ptr, col * COLS, N, up_shift)
+                first: gl.constexpr = half * PARTS
+                n0 = col * COLS
+                _hand_over(left, products, first, expert_bias_ptr, n0, N, up_shift)
+                _hand_over(right, products, first + PARTS // 2, expert_bias_ptr, n0, N, up_shift)
                 fence_async_shared()
             mbarrier.arrive(full.index(half), count=1)
             turn += 1
@@ -521,7 +546,7 @@ def _fetch_saved(
                     side * F + f0 + (i % PAIRS * 2 + part) * PART_N,
                 ],
                 bar,
-                saved.index(4 * slot + 2 * part + side),
+                saved.index(2 * HALVES * slot + HALVES * part + side),
             )
 
 
@@ -542,12 +567,20 @@ def _finish_fc2_dgrad(
     row,
     end,
     f0,
+    fetched,  # whether this half's first pieces are on their way
+    more,  # whether another half follows
+    next_row,
+    next_f0,
     F: gl.constexpr,
     ACTIVATION: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """`activation.activation_backward` by pieces, for which fc1_output is fetched ahead."""
+    """`activation.activation_backward` by pieces, for which fc1_output is fetched ahead.
+
+    The last ones ask for the first of the half that follows.
+    """
     GATED: gl.constexpr = ACTIVATION.gated
+    SIDES: gl.constexpr = 2 if GATED else 1
     PIECE_R: gl.constexpr = pieces.shape[1]
     HEIGHT: gl.constexpr = products.shape[1] // PIECE_R
     PART_N: gl.constexpr = products.shape[2]
@@ -557,8 +590,9 @@ def _finish_fc2_dgrad(
     WIDTH: gl.constexpr = 2 * F if GATED else F
     dtype: gl.constexpr = act_ptr.dtype.element_ty
     gl.static_assert(HEIGHT * PAIRS % (2 * SLOTS) == 0)  # so that every half begins alike
-    for i in range(SLOTS):
-        _fetch_saved(i, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
+    if not fetched:
+        for i in range(SLOTS):
+            _fetch_saved(i, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
     r = row + gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
     next_prob = gl.load(permuted_probs_ptr + r, mask=r < end, other=0.0)
     mbarrier.wait(full.index(half), turn & 1)
@@ -578,10 +612,11 @@ def _finish_fc2_dgrad(
                     inside = inside & (f < F)
                 piece = (half * PARTS + 2 * pair + part) * HEIGHT + height
                 grad_act = pieces.index(piece).load(layout).to(gl.float32)
-                gate = saved.index(4 * slot + 2 * part).load(layout).to(gl.float32)
+                side = 2 * SIDES * slot + SIDES * part
+                gate = saved.index(side).load(layout).to(gl.float32)
                 up = gate
                 if GATED:
-                    up = saved.index(4 * slot + 2 * part + 1).load(layout).to(gl.float32)
+                    up = saved.index(side + 1).load(layout).to(gl.float32)
                 value, slope = _value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
                 grad = grad_act * prob
                 gate_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
@@ -600,8 +635,12 @@ def _finish_fc2_dgrad(
                 if F % (PARTS * PART_N) != 0:
                     value = gl.where(inside, value, 0.0)
                 grad_probs += grad_act * value
-            if i + SLOTS < HEIGHT * PAIRS:
-                _fetch_saved(i + SLOTS, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
+            here = i + SLOTS < HEIGHT * PAIRS
+            if here | more:
+                _fetch_saved(
+                    (i + SLOTS) % (HEIGHT * PAIRS), fc1_output_desc, saved, loaded,
+                    gl.where(here, row, next_row), gl.where(here, f0, next_f0), F, GATED, PAIRS,
+                )  # fmt: skip
         gl.store(grad_permuted_probs_ptr + r, gl.sum(grad_probs, 1), mask=r < end)
         r += PIECE_R
 
@@ -632,13 +671,15 @@ def _finish_rows(
     SAVE: gl.constexpr,
     COLS: gl.constexpr,
     GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Two warps: what follows on the product, while the next tile is multiplied.
+    """Two or four warps: what follows on the product, while the next tile is multiplied.
 
     Its loops are real ones: unrolled code of this length would come from beyond the caches.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     turn = 0
+    fetched = False
     programs = gl.num_programs(0)
     expert, row_start, end, col = _row_tile(
         gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
@@ -655,12 +696,16 @@ def _finish_rows(
                 row = row_start + half * products.shape[1]
                 if row < end:
                     if STEP == "fc2_dgrad":
+                        both = (half == 0) & (row + products.shape[1] < end)
+                        more = both | (next_expert >= 0)
                         _finish_fc2_dgrad(
                             products, pieces, half, saved, loaded, full, turn, out_ptr, out_desc,
                             act_ptr, permuted_probs_ptr,
-                            grad_permuted_probs_ptr + col.to(gl.int64) * R, row, end, n0, F,
-                            ACTIVATION, layout,
+                            grad_permuted_probs_ptr + col.to(gl.int64) * R, row, end, n0, fetched,
+                            more, gl.where(both, row + products.shape[1], next_row_start),
+                            gl.where(both, n0, next_col * COLS), F, ACTIVATION, layout,
                         )  # fmt: skip
+                        fetched = more
                     else:
                         mbarrier.wait(full.index(half), turn & 1)
                         if STEP == "fc1":
@@ -720,6 +765,7 @@ def _rows_hopper_kernel(
     STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
+    FINISH_REGISTERS: gl.constexpr,
 ):
     """Row times its expert's weight. a = [2, 3], experts = [0, 1], W = [10, 100] -> [20, 300]
 
@@ -750,10 +796,13 @@ def _rows_hopper_kernel(
     saved, loaded = pieces, full
     if STEP == "fc2_dgrad":
         saved = gl.allocate_shared_memory(dtype, [4 * SLOTS, PIECE_R, PART_N], part_layout)
-        loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(SLOTS):
+        TIMES: gl.constexpr = SLOTS if ACTIVATION.gated else 2 * SLOTS
+        loaded = gl.allocate_shared_memory(gl.int64, [TIMES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(TIMES):
             mbarrier.init(loaded.index(i), count=1)
-    empty, ready = _barriers(STAGES, 65 if GATHER else 1)
+    NARROW: gl.constexpr = FINISH_REGISTERS is not None
+    WARPS: gl.constexpr = 4 if NARROW else 2  # that load, and as many that finish
+    empty, ready = _barriers(STAGES, 32 * WARPS + 1 if GATHER else 1)
     if STEP == "":  # of a workspace's slice, whose width changes with the rows
         num_cols = gl.cdiv(cols, BLOCK_N)
     else:
@@ -766,7 +815,7 @@ def _rows_hopper_kernel(
                     0, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
                     HALVES * cols, num_cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
-                    GROUP, STAGES,
+                    GROUP, STAGES, NARROW,
                 ),
             ),
             (
@@ -775,7 +824,7 @@ def _rows_hopper_kernel(
                     1, bias_ptr, a_stages, weight_stages, products, empty, ready, full, free,
                     tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
                     HALVES * cols, num_cols, K, GATHER, N_FIRST, HALVES, BLOCK_N, BLOCK_K, HALF_R,
-                    GROUP, STAGES,
+                    GROUP, STAGES, NARROW,
                 ),
             ),
             (
@@ -784,7 +833,7 @@ def _rows_hopper_kernel(
                     out_ptr, out_desc, act_ptr, permuted_probs_ptr, grad_permuted_probs_ptr, R,
                     products, pieces, saved, loaded, full, free, tile_expert_ptr,
                     tile_row_start_ptr, tile_row_end_ptr, num_tiles, cols, num_cols, F, STEP,
-                    ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP,
+                    ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP, WARPS,
                 ),
             ),
             (
@@ -793,12 +842,12 @@ def _rows_hopper_kernel(
                     a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
                     expert_token_indices_ptr, tile_expert_ptr, tile_row_start_ptr,
                     tile_row_end_ptr, num_tiles, n_start, weight_rows, num_cols, K, GATHER,
-                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES,
+                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, WARPS,
                 ),
             ),
         ],
-        [4, 2, 2],
-        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+        [4, WARPS, WARPS],
+        [MULTIPLY_REGISTERS, FINISH_REGISTERS if NARROW else LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -869,6 +918,7 @@ def _rows(
         ring.stages,
         ring.multiply_registers,
         ring.load_registers,
+        ring.finish_registers,
         num_warps=NUM_WARPS,
     )
 
@@ -926,14 +976,15 @@ def fc2_dgrad(
 
 @gluon.jit
 def _write_part(
-    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
+    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """A square part of a tile, by TMA; one that ends inside is written row by row."""
     SIZE: gl.constexpr = value.shape[0]
     value = value.to(out_ptr.dtype.element_ty)
     target = buffer.permute((1, 0)) if TRANSPOSED else buffer
     if row + SIZE <= row_end:
-        tma.store_wait(1)  # the part before the last one has left this buffer
+        tma.store_wait(BUFFERS - 1)  # the part so many before has left this buffer
         target.store(value)
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
@@ -952,7 +1003,7 @@ def _write_part(
 @gluon.jit
 def _write_tile(
     value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
-    buffers,  # shared memory; parts go through the two from `slot` on
+    buffers,  # shared memory; parts go through BUFFERS of them, from `slot` on
     slot: gl.constexpr,
     out_desc,  # [rows, cols]
     out_ptr,  # [rows, cols] by `stride`
@@ -962,29 +1013,32 @@ def _write_tile(
     cols,
     stride,
     PART_N: gl.constexpr,
+    BUFFERS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """Parts of PART_N columns, so that one is filled while the other leaves."""
+    """Parts of PART_N columns, so that one is filled while others leave."""
     HALF: gl.constexpr = value.shape[1] // 2
     left, right = _halves(value)
     next_row = row + HALF if TRANSPOSED else row
     next_n = n0 if TRANSPOSED else n0 + HALF
     if HALF > PART_N:
+        next_slot: gl.constexpr = slot + 2 if BUFFERS == 4 else slot
         _write_tile(
-            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N,
+            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N, BUFFERS,
             TRANSPOSED,
         )  # fmt: skip
         _write_tile(
-            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
-            PART_N, TRANSPOSED,
+            right, buffers, next_slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
+            PART_N, BUFFERS, TRANSPOSED,
         )  # fmt: skip
     else:
         _write_part(
-            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
-        )
+            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS,
+            TRANSPOSED,
+        )  # fmt: skip
         _write_part(
             right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
-            stride, TRANSPOSED,
+            stride, BUFFERS, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -1073,8 +1127,11 @@ def _copy_wgrad(
         _, m0, n0, start, end = _weight_tile(
             index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        if GATHER:
-            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
+        if GATHER:  # read two steps ahead: a step of wgmma is not much longer than a load takes
+            rows = start + r
+            token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+            rows = start + BLOCK_R + r
+            next_token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             a, b = a_stages.index(stage), b_stages.index(stage)
@@ -1087,9 +1144,10 @@ def _copy_wgrad(
                 for c in gl.static_range(0, BLOCK_N, BLOCK_M):
                     _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
             async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
-            if GATHER:  # read ahead for the next step
-                rows = r0 + BLOCK_R + r
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+            if GATHER:
+                rows = r0 + 2 * BLOCK_R + r
+                token = next_token
+                next_token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
             step += 1
 
 
@@ -1184,6 +1242,7 @@ def _multiply_wgrad(
 ):
     """One warpgroup: the sum over an expert's rows, written as it is or added to what is there."""
     HALF_M: gl.constexpr = BLOCK_M // 2
+    BUFFERS: gl.constexpr = buffers.shape[0] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
@@ -1210,8 +1269,8 @@ def _multiply_wgrad(
             first = expert * (out_stride_e // out_stride)
             row, col = (n0, m0) if TRANSPOSED else (m0, n0)
             _write_tile(
-                acc, buffers, 2 * half, out_desc, out_ptr, first + row, first + rows, col, cols,
-                out_stride, PART_N, TRANSPOSED,
+                acc, buffers, BUFFERS * half, out_desc, out_ptr, first + row, first + rows, col,
+                cols, out_stride, PART_N, BUFFERS, TRANSPOSED,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -1253,7 +1312,9 @@ def _wgrad_hopper_kernel(
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_N, PART_N], dtype)
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
-    buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
+    # Each warpgroup's, of the memory that is left.
+    BUFFERS: gl.constexpr = 4 if STAGES * BLOCK_R <= 192 else 2
+    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART_N, PART_N], part_layout)
     empty, ready = _barriers(STAGES, 2)
     copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -1328,9 +1389,9 @@ def wgrad(
     ring = configuration("wgrad_hopper", a, rows, cols)
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
-        None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
+        None if gather else _descriptor(a, WGRAD_R, BLOCK_R),
         b,
-        _descriptor(b, BLOCK_K, BLOCK_N),
+        _descriptor(b, WGRAD_R, BLOCK_N),
         out,
         None if accumulate else _descriptor(out_rows, PART_N, PART_N),
         lists.expert_token_indices,
@@ -1347,7 +1408,7 @@ def wgrad(
         accumulate,
         BLOCK_R,
         BLOCK_N,
-        BLOCK_K,
+        WGRAD_R,
         PART_N,
         ring.group,
         ring.stages,

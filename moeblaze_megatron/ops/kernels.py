@@ -11,6 +11,12 @@ from moeblaze_megatron.ops.index_lists import (
     topk_indices_from_routing_map,
 )
 from moeblaze_megatron.ops.mxfp8 import dequantize, quantize
+from moeblaze_megatron.ops.ranks import (
+    pack_routing,
+    ranks_from_routing_map,
+    split_sizes,
+    unpack_grad_probs,
+)
 
 __all__ = [
     "activation_backward",
@@ -23,9 +29,13 @@ __all__ = [
     "gather",
     "grad_probs",
     "index_lists",
+    "pack_routing",
     "permuted_probs",
     "quantize",
+    "ranks_from_routing_map",
     "rows_gemm",
+    "split_sizes",
     "topk_indices_from_routing_map",
+    "unpack_grad_probs",
     "wgrad",
 ]

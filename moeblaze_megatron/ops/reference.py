@@ -148,6 +148,65 @@ def grad_probs(
     return out.index_put_((token, _column(lists, token, k, dense)), values, accumulate=True)
 
 
+def ranks_from_routing_map(
+    routing_map: torch.Tensor, num_ranks: int, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ranks [T, min(K, EP)], and pairs by rank, with all tokens in one chunk."""
+    T, N = routing_map.shape
+    by_rank = routing_map.view(T, num_ranks, N // num_ranks)
+    ranks = topk_indices_from_routing_map(by_rank.any(2), min(topk, num_ranks))
+    return ranks, by_rank.sum((0, 2), dtype=torch.int32)[:, None]
+
+
+def split_sizes(
+    rows: torch.Tensor, chunk_pairs: torch.Tensor, row_bytes: int, out: torch.Tensor
+) -> torch.Tensor:
+    """out [EP, 3]: rows, the sum of their pairs, row_bytes."""
+    out[:, 0], out[:, 1], out[:, 2] = rows, chunk_pairs.sum(1), row_bytes
+    return out
+
+
+def _rows_between_ranks(
+    lists: IndexLists | None, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """token, rank and row of every row in use; without lists the tokens of x, all to rank 0."""
+    if lists is None:
+        token = torch.arange(x.shape[0], device=x.device)
+        return token, torch.zeros_like(token), token
+    token, m, row = _pairs(lists)
+    return token, lists.token_expert_indices[token, m].long(), row
+
+
+def pack_routing(
+    routing_map: torch.Tensor, probs: torch.Tensor, lists: IndexLists | None, topk: int
+) -> torch.Tensor:
+    """[rows, k * (bytes of a prob + 2)] uint8: probs, then int16 ids."""
+    token, rank, row = _rows_between_ranks(lists, probs)
+    T, N = routing_map.shape
+    ranks, rows = (1, T) if lists is None else (lists.num_experts, lists.max_rows)
+    E = N // ranks
+    local_map = routing_map.view(T, ranks, E)[token, rank]
+    ids = topk_indices_from_routing_map(local_map, min(topk, E))
+    sent = probs[token[:, None], rank[:, None] * E + ids]  # -1 is some other prob
+    sent[ids < 0] = 0
+    packed = torch.cat([sent.view(torch.uint8), ids.short().view(torch.uint8)], 1)
+    wire = packed.new_zeros(rows, packed.shape[1])
+    wire[row] = packed
+    return wire
+
+
+def unpack_grad_probs(
+    grad: torch.Tensor, ids: torch.Tensor, lists: IndexLists | None, out: torch.Tensor
+) -> torch.Tensor:
+    """[rows, k] -> out [T, EP*E], 0 where no row has the expert."""
+    token, rank, row = _rows_between_ranks(lists, out)
+    ids = ids[row].long()
+    place, k = (ids >= 0).nonzero(as_tuple=True)
+    E = out.shape[1] // (1 if lists is None else lists.num_experts)
+    out.zero_()[token[place], rank[place] * E + ids[place, k]] = grad[row[place], k]
+    return out
+
+
 def _experts(lists: IndexLists) -> Iterator[tuple[int, slice]]:
     """Number and rows of every expert."""
     offsets = lists.expert_token_offsets.tolist()

@@ -88,23 +88,30 @@ class Tile:
 class Ring:
     """Of a Hopper kernel: stages of its ring, row tiles that walk the columns together, registers.
 
-    Eight warps multiply with so many registers a thread, the four others run with so many.
+    Eight warps multiply with so many registers a thread, the four others run with so many. Of rows
+    times a weight two of those finish what the eight multiply; given `finish_registers`, four
+    more do, with so many each.
     """
 
     stages: int
     group: int
     multiply_registers: int
     load_registers: int
+    finish_registers: int | None
 
     def reasons(self, kernel: str, gpu: str) -> Iterator[str]:
         most = 4 if kernel == "wgrad_hopper" else 3  # what shared memory holds
         yield from _outside(self, "stages", 2, most)
         yield from _outside(self, "group", 1, 256)
-        split = self.multiply_registers, self.load_registers
+        if kernel == "wgrad_hopper" and self.finish_registers is not None:
+            yield f"finish_registers={self.finish_registers!r} is not null: nothing is finished"
+        split = [self.multiply_registers, self.load_registers]
+        split += [self.finish_registers] * (self.finish_registers is not None)
+        words = "/".join(map(str, split))
         if not all(_within(n, 24, 240) and n % 8 == 0 for n in split):
-            yield "registers={}/{} are not multiples of 8 in 24..240".format(*split)
-        elif 32 * (8 * split[0] + 4 * split[1]) > 65536:
-            yield "registers={}/{} are more than a multiprocessor's 65536".format(*split)
+            yield f"registers={words} are not multiples of 8 in 24..240"
+        elif 32 * 4 * (split[0] + sum(split)) > 65536:
+            yield f"registers={words} are more than a multiprocessor's 65536"
 
 
 @dataclass(frozen=True)
