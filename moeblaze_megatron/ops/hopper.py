@@ -1127,11 +1127,8 @@ def _copy_wgrad(
         _, m0, n0, start, end = _weight_tile(
             index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
-        if GATHER:  # read two steps ahead: a step of wgmma is not much longer than a load takes
-            rows = start + r
-            token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
-            rows = start + BLOCK_R + r
-            next_token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+        if GATHER:
+            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             a, b = a_stages.index(stage), b_stages.index(stage)
@@ -1144,10 +1141,9 @@ def _copy_wgrad(
                 for c in gl.static_range(0, BLOCK_N, BLOCK_M):
                     _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
             async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
-            if GATHER:
-                rows = r0 + 2 * BLOCK_R + r
-                token = next_token
-                next_token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+            if GATHER:  # read ahead for the next step
+                rows = r0 + BLOCK_R + r
+                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
             step += 1
 
 
