@@ -976,15 +976,14 @@ def fc2_dgrad(
 
 @gluon.jit
 def _write_part(
-    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    value, buffer, out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED: gl.constexpr
 ):  # fmt: skip
     """A square part of a tile, by TMA; one that ends inside is written row by row."""
     SIZE: gl.constexpr = value.shape[0]
     value = value.to(out_ptr.dtype.element_ty)
     target = buffer.permute((1, 0)) if TRANSPOSED else buffer
     if row + SIZE <= row_end:
-        tma.store_wait(BUFFERS - 1)  # the part so many before has left this buffer
+        tma.store_wait(1)  # the part before the last one has left this buffer
         target.store(value)
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [row, n0], buffer)
@@ -1003,7 +1002,7 @@ def _write_part(
 @gluon.jit
 def _write_tile(
     value,  # a warpgroup's rows of a tile; its columns become rows of `out` when TRANSPOSED
-    buffers,  # shared memory; parts go through BUFFERS of them, from `slot` on
+    buffers,  # shared memory; parts go through the two from `slot` on
     slot: gl.constexpr,
     out_desc,  # [rows, cols]
     out_ptr,  # [rows, cols] by `stride`
@@ -1013,32 +1012,29 @@ def _write_tile(
     cols,
     stride,
     PART_N: gl.constexpr,
-    BUFFERS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """Parts of PART_N columns, so that one is filled while others leave."""
+    """Parts of PART_N columns, so that one is filled while the other leaves."""
     HALF: gl.constexpr = value.shape[1] // 2
     left, right = _halves(value)
     next_row = row + HALF if TRANSPOSED else row
     next_n = n0 if TRANSPOSED else n0 + HALF
     if HALF > PART_N:
-        next_slot: gl.constexpr = slot + 2 if BUFFERS == 4 else slot
         _write_tile(
-            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N, BUFFERS,
+            left, buffers, slot, out_desc, out_ptr, row, row_end, n0, cols, stride, PART_N,
             TRANSPOSED,
         )  # fmt: skip
         _write_tile(
-            right, buffers, next_slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
-            PART_N, BUFFERS, TRANSPOSED,
+            right, buffers, slot, out_desc, out_ptr, next_row, row_end, next_n, cols, stride,
+            PART_N, TRANSPOSED,
         )  # fmt: skip
     else:
         _write_part(
-            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, BUFFERS,
-            TRANSPOSED,
-        )  # fmt: skip
+            left, buffers.index(slot), out_desc, out_ptr, row, row_end, n0, cols, stride, TRANSPOSED
+        )
         _write_part(
             right, buffers.index(slot + 1), out_desc, out_ptr, next_row, row_end, next_n, cols,
-            stride, BUFFERS, TRANSPOSED,
+            stride, TRANSPOSED,
         )  # fmt: skip
 
 
@@ -1238,7 +1234,6 @@ def _multiply_wgrad(
 ):
     """One warpgroup: the sum over an expert's rows, written as it is or added to what is there."""
     HALF_M: gl.constexpr = BLOCK_M // 2
-    BUFFERS: gl.constexpr = buffers.shape[0] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
@@ -1265,8 +1260,8 @@ def _multiply_wgrad(
             first = expert * (out_stride_e // out_stride)
             row, col = (n0, m0) if TRANSPOSED else (m0, n0)
             _write_tile(
-                acc, buffers, BUFFERS * half, out_desc, out_ptr, first + row, first + rows, col,
-                cols, out_stride, PART_N, BUFFERS, TRANSPOSED,
+                acc, buffers, 2 * half, out_desc, out_ptr, first + row, first + rows, col, cols,
+                out_stride, PART_N, TRANSPOSED,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -1308,9 +1303,7 @@ def _wgrad_hopper_kernel(
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_N, PART_N], dtype)
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
-    # Each warpgroup's, of the memory that is left.
-    BUFFERS: gl.constexpr = 4 if STAGES * BLOCK_R <= 192 else 2
-    buffers = gl.allocate_shared_memory(dtype, [2 * BUFFERS, PART_N, PART_N], part_layout)
+    buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
     empty, ready = _barriers(STAGES, 2)
     copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
