@@ -43,7 +43,6 @@ from moeblaze_megatron.ops.tiles import BLOCK_R, cdiv, interpreting
 
 BLOCK_K = 64  # depth of one step: 128 bytes, the widest swizzle
 BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share them in fc1
-WGRAD_R = 64  # rows of one step of a weight gradient
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 PART_N = 64  # columns that are handed over or leave together: 128 bytes
 PIECE_R = 16  # rows of a part that are finished at once
@@ -1378,9 +1377,9 @@ def wgrad(
     ring = configuration("wgrad_hopper", a, rows, cols)
     _wgrad_hopper_kernel[(_programs(a.device),)](
         a,
-        None if gather else _descriptor(a, WGRAD_R, BLOCK_R),
+        None if gather else _descriptor(a, BLOCK_K, BLOCK_R),
         b,
-        _descriptor(b, WGRAD_R, BLOCK_N),
+        _descriptor(b, BLOCK_K, BLOCK_N),
         out,
         None if accumulate else _descriptor(out_rows, PART_N, PART_N),
         lists.expert_token_indices,
@@ -1397,7 +1396,7 @@ def wgrad(
         accumulate,
         BLOCK_R,
         BLOCK_N,
-        WGRAD_R,
+        BLOCK_K,
         PART_N,
         ring.group,
         ring.stages,
