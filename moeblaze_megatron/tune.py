@@ -55,7 +55,13 @@ KNOBS = {
         [{"ffn": 0}, {"ffn": None}],
         [{"width": 0}, {"width": None}],
     ),
-    Ring: ([{"group": group} for group in (2, 4, 8, 16, 32)],),
+    Ring: (
+        [
+            {"multiply_registers": 168, "load_registers": 176, "finish_registers": None},
+            {"multiply_registers": 160, "load_registers": 88, "finish_registers": 104},
+        ],
+        [{"group": group} for group in (2, 4, 8, 16, 32)],
+    ),
     Tile: (
         [{"cols": cols, "depth": depth} for cols in (64, 128, 256) for depth in (32, 64)],
         [{"num_warps": warps} for warps in (4, 8)],

@@ -47,9 +47,11 @@ def test_every_gpu_finds_every_kernel_it_runs(gpus):
 
 
 def test_the_most_specific_entry_wins(tmp_path, monkeypatch):
-    rings = [replace(RING, group=group) for group in (1, 2, 3, 4)]
+    rings = [replace(RING, group=group) for group in range(1, 7)]
     keys = [
         Key("fc1_hopper", "sm_90", 16),
+        Key("fc1_hopper", "sm_90", 16, (512, None)),
+        Key("fc1_hopper", "sm_90", 16, (None, 2048)),
         Key("fc1_hopper", "sm_90", 16, (512, 2048)),
         Key("fc1_hopper", "NVIDIA H200", 16),
         Key("fc1_hopper", "NVIDIA H200", 16, (512, 2048)),
@@ -64,8 +66,11 @@ def test_the_most_specific_entry_wins(tmp_path, monkeypatch):
         )
         table._find.cache_clear()
         assert table._find("fc1_hopper", 16, (512, 2048), H200) == ring
-    other = table._find("fc1_hopper", 16, (256, 2048), H200)
-    assert other == rings[2]
+    assert table._find("fc1_hopper", 16, (256, 2048), H200) == rings[4]
+    assert table._find("fc1_hopper", 16, (512, 2048), ("sm_90", "any")) == rings[3]
+    assert table._find("fc1_hopper", 16, (256, 2048), ("sm_90", "any")) == rings[2]
+    assert table._find("fc1_hopper", 16, (512, 1024), ("sm_90", "any")) == rings[1]
+    assert table._find("fc1_hopper", 16, (256, 1024), ("sm_90", "any")) == rings[0]
     assert (
         table._find("rows_hopper", 16, (512, 2048), H200)
         == SHIPPED[Key("rows_hopper", "sm_90", 16)]
@@ -105,12 +110,19 @@ BAD = [
     (entry("copy", bits=16.0, use=vars(Copy(0, 0, 4))), "bits=16.0 has no such kernel"),
     (entry(**{"class": [True, 512]}), r"class=\[True, 512\] is neither two powers of two"),
     (entry(**{"class": [700, 512]}), r"class=\[700, 512\] is neither two powers of two"),
+    (entry(**{"class": [None, 700]}), r"class=\[None, 700\] is neither two powers of two"),
+    (entry(**{"class": [None, None]}), r"class=\[None, None\] is neither two powers of two"),
     (entry(use={"group": 8}), "use has stages, group, multiply_registers, load_registers"),
     (entry(use=vars(RING) | {"stages": 5}), "stages=5 is not in 2..3"),
     (entry(use=vars(RING) | {"group": 0}), "group=0 is not in 1..256"),
     (entry(use=vars(RING) | {"group": True}), "group=True is not in 1..256"),
     (entry(use=vars(RING) | {"multiply_registers": 170}), "170/176 are not multiples of 8"),
     (entry(use=vars(RING) | {"load_registers": 184}), "168/184 are more than"),
+    (entry(use=vars(RING) | {"finish_registers": 104}), "168/176/104 are more than"),
+    (
+        entry("wgrad_hopper", use=vars(RING) | {"load_registers": 120, "finish_registers": 24}),
+        "finish_registers=24 is not null",
+    ),
     (entry("fc1", use=vars(TILE) | {"rows": 64}), "rows=64 is not 128"),
     (entry("wgrad", use=vars(TILE) | {"cols": 96}), "cols=96 is not a power of two in 16..256"),
     (entry("rows", use=vars(TILE) | {"num_stages": "3"}), "num_stages='3' is not in 1..8"),
@@ -260,12 +272,14 @@ def numbers(case: Case, device: str, dtype: torch.dtype) -> None:
     assert_as_close_as_torch(run(layer_of(ids), tensors, probs), eager, exact)
 
 
+LOOKS_AT_F = ("fc1", "fc2_dgrad", "copy")  # whose first size is F and second H
+
+
 def layer_sizes(key: Key) -> tuple[int, int]:
     """H and F of a layer that has a GEMM of the entry's class."""
-    if key.shape_class is None:
-        return 512, 384
-    first, second = key.shape_class
-    return (second, first) if key.kernel.startswith(("fc1", "copy")) else (first, second)
+    first, second = key.shape_class or (None, None)
+    first, second = first or 384, second or 512
+    return (second, first) if key.kernel.startswith(LOOKS_AT_F) else (first, second)
 
 
 @pytest.mark.gpu

@@ -6,9 +6,10 @@ table is checked when it is loaded; afterwards launches look up and nothing is t
 
 An entry says of which kernel it is, for which GPU ("NVIDIA H200" as torch names it, "sm_90" for all
 of a compute capability, "any", or "interpreter" for TRITON_INTERPRET=1), for operands of 16 or 32
-bits, and for which shape class: two sizes, each rounded down to a power of two, or null for all.
-They are columns and depth of a row times a weight, rows and columns of a weight gradient, and F and
-H for "copy". The most specific entry wins: the user's first, then GPU before class.
+bits, and for which shape class: two sizes, each rounded down to a power of two or null for all, or
+null for both. They are columns and depth of a row times a weight, rows and columns of a weight
+gradient, and F and H for "copy". The most specific entry wins: the user's first, then GPU before
+class, then the second size before the first.
 """
 
 import json
@@ -156,10 +157,10 @@ class Key:
     kernel: str
     gpu: str
     bits: int  # of the operands' dtype
-    shape_class: tuple[int, int] | None = None
+    shape_class: tuple[int | None, int | None] | None = None
 
     def __str__(self) -> str:
-        sizes = "x".join(map(str, self.shape_class)) if self.shape_class else "all sizes"
+        sizes = "x".join(str(n or "any") for n in self.shape_class or ()) or "all sizes"
         return f"{self.kernel} {sizes}, {self.bits} bits, {self.gpu}"
 
 
@@ -187,9 +188,10 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
     if sizes is not None and not (
         isinstance(sizes, list)
         and len(sizes) == 2
-        and all(_within(n, 1, 2**31, power=True) for n in sizes)
+        and all(n is None or _within(n, 1, 2**31, power=True) for n in sizes)
+        and any(sizes)
     ):
-        reasons.append(f"class={sizes!r} is neither two powers of two nor null")
+        reasons.append(f"class={sizes!r} is neither two powers of two (one may be null) nor null")
     names = [field.name for field in fields(KERNELS[kernel])]
     if not isinstance(use, dict) or set(use) != set(names):
         reasons.append(f"use has {', '.join(names)}")
@@ -360,7 +362,9 @@ def _entry_for(
     kernel: str, bits: int, shape_class: tuple[int, int], gpus: tuple[str, ...]
 ) -> tuple[Path, Key, Configuration]:
     """The most specific one, and its table."""
-    keys = [Key(kernel, gpu, bits, sizes) for gpu in gpus for sizes in (shape_class, None)]
+    first, second = shape_class
+    classes = (shape_class, (None, second), (first, None), None)
+    keys = [Key(kernel, gpu, bits, sizes) for gpu in gpus for sizes in classes]
     return next(
         (path, key, table[key]) for path, table in _tables(gpus) for key in keys if key in table
     )
