@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from functools import partial
 
 import pytest
@@ -208,6 +209,29 @@ def test_recompute_fc1(device, bias, nan_filled):
             activation=activation,
         )  # fmt: skip
     assert [s.shape for s in saved if s.data_ptr() not in given] == [(case.T * case.K,)]
+
+
+def test_recompute_fc1_has_one_act_at_a_time(device, monkeypatch):
+    """What fc1 makes of it again is gone before fc2's dgrad does: one [R, F] less at the peak."""
+    case = Case(30, 32, 32, 4, 2, "recompute fc1")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    ops = experts.kernels_for(t["x"])
+    acts, alive, fc1, fc2_dgrad = [], [], ops.fc1, ops.fc2_dgrad
+
+    def noted_fc1(*args, **options):
+        fc1_output, act = fc1(*args, **options)
+        acts.append(weakref.ref(act))
+        return fc1_output, act
+
+    def noted_dgrad(*args, **options):
+        alive.extend(act() is not None for act in acts)
+        return fc2_dgrad(*args, **options)
+
+    monkeypatch.setattr(ops, "fc1", noted_fc1)
+    monkeypatch.setattr(ops, "fc2_dgrad", noted_dgrad)
+    run(layer_of(ids, recompute_fc1=True), t, probs)
+    assert alive == [False, False]
 
 
 def test_inference_saves_nothing(device, monkeypatch):

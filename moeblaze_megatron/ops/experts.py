@@ -210,9 +210,9 @@ class _Experts(torch.autograd.Function):
             for tensor in stored:  # autograd holds what it saved until this returns
                 tensor.untyped_storage().resize_(0)
         elif fc1_output is None:  # recompute_fc1
-            fc1_output, _ = ops.fc1(
+            fc1_output = ops.fc1(
                 x, fc1_weight, permuted_probs, lists, ctx.activation, True, fc1_bias
-            )
+            )[0]  # fc2_dgrad makes act again: this one goes
         needs_x, needs_fc1, needs_fc2, needs_probs, needs_b1, needs_b2 = ctx.needs_input_grad[:6]
         grad_output = _packed(grad_output)
         grad_x = grad_fc1 = grad_fc2 = grad_probs = grad_b1 = grad_b2 = None
