@@ -287,7 +287,7 @@ def differences(report: dict) -> dict:
 
 
 def table(report: dict) -> str:
-    """The report as text."""
+    """The report as text, without rows that no run has."""
     names = report["names"]
     runs = [report["runs"][name] for name in names]
 
@@ -317,6 +317,7 @@ def table(report: dict) -> str:
         row(f"forward {phase}, ms", lambda run, p=phase: run["phase_ms"].get(p), ".2f", True)
         for phase in phases
     ]
+    lines = [cells for cells in lines if cells[1 : 1 + len(runs)] != ["-"] * len(runs)]
     widths = [max(len(cells[i]) for cells in lines) for i in range(len(lines[0]))]
     text = "\n".join(
         "  ".join(

@@ -590,7 +590,7 @@ def test_a_bound_on_the_rows_that_is_too_low_is_refused(check):
     assert index_lists_from_topk(ids, 2, max_rows=3, check=check).max_rows == 3
     with pytest.raises(ValueError, match="3 ids name an expert, but max_rows=2"):
         index_lists_from_topk(ids, 2, max_rows=2, check=check)
-    for bad in (-1, 2.0):
+    for bad in (-1, 2.0, True):
         with pytest.raises(ValueError, match=f"max_rows={bad} must be an int, 0 or more"):
             index_lists_from_topk(ids, 2, max_rows=bad)
 

@@ -62,7 +62,7 @@ def index_lists_from_topk(
             f"topk_indices must be a [T, K] integer tensor; got {_described(topk_indices)}"
         )
     _check_sizes(num_experts, topk_indices.shape[1])
-    if max_rows is not None and not (isinstance(max_rows, int) and max_rows >= 0):
+    if max_rows is not None and not (_is_int(max_rows) and max_rows >= 0):
         raise ValueError(f"max_rows={max_rows!r} must be an int, 0 or more, or None")
     if check or not topk_indices.is_cuda:
         _check_ids(topk_indices, num_experts, max_rows)
@@ -120,7 +120,7 @@ def _described(value: object) -> str:
 def _check_sizes(num_experts: int, topk: int) -> None:
     reasons = []
     for name, value, most in (("num_experts", num_experts, MAX_EXPERTS), ("topk", topk, MAX_TOPK)):
-        if not isinstance(value, int):
+        if not _is_int(value):
             reasons.append(f"{name}={value!r} is not an int")
         elif not 1 <= value <= most:
             reasons.append(f"{name}={value} is outside 1..{most}")
@@ -370,9 +370,13 @@ def _aligned(
     )
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_number(value: object) -> bool:
     """Whether a kernel can have it as a constant."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _mismatches(
@@ -510,9 +514,7 @@ def _check_arguments(
             f"gradient_accumulation_fusion=True needs rows of whole 16 bytes; H={H}, F={ffn} in "
             f"{x.dtype} are not"
         )
-    if workspace_bytes is not None and not (
-        isinstance(workspace_bytes, int) and workspace_bytes > 0
-    ):
+    if workspace_bytes is not None and not (_is_int(workspace_bytes) and workspace_bytes > 0):
         reasons.append(f"workspace_bytes={workspace_bytes!r} must be a positive int")
     if recompute_fc1 and fp8_store:
         reasons.append(
