@@ -1,10 +1,11 @@
 """The GEMMs of `gemm` for Hopper GPUs in bf16 and fp16, written in Gluon.
 
 One persistent program a multiprocessor, whose warps share the work. Rows times a weight (fc1, fc2
-and the gradients of their inputs): two warps fill a ring of shared-memory stages, through TMA and,
-for rows looked up by index, through asynchronous copies; two warpgroups multiply with wgmma, each
-half the rows of a tile, and hand the product over in shared memory; two more warps finish it
-(activation and probability, or their backward) and write it out, while the next tile is multiplied.
+and the gradients of their inputs): two or four warps fill a ring of shared-memory stages, through
+TMA and, for rows looked up by index, through asynchronous copies; two warpgroups multiply with
+wgmma, each half the rows of a tile, and hand the product over in shared memory; as many warps as
+load finish it (activation and probability, or their backward) and write it out, while the next tile
+is multiplied.
 Weight gradients: much the same, but the multipliers write their few sums themselves.
 
 Products are the plain kernels' bit for bit; the activation is computed from fc1_output as it is
@@ -46,7 +47,7 @@ BLOCK_N = 256  # columns of a tile, the widest wgmma; gate and up columns share 
 HALF_R = BLOCK_R // 2  # rows of a tile that one warpgroup multiplies
 PART_N = 64  # columns that are handed over or leave together: 128 bytes
 PIECE_R = 16  # rows of a part that are finished at once
-SLOTS = 2  # times two pieces of fc1_output on their way, for fc2's dgrad; without a gate twice that
+SAVED = 8  # pieces of fc1_output on their way, for fc2's dgrad
 NUM_WARPS = 4  # of a warpgroup
 
 
@@ -274,7 +275,8 @@ def _multiply(
     WIDTH: gl.constexpr = HALF_N if NARROW else BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc = gl.zeros((HALF_R, WIDTH), gl.float32, layout)
-    right = gl.zeros((HALF_R, HALF_N), gl.float32, layout) if NARROW else acc
+    if NARROW:
+        right = gl.zeros((HALF_R, HALF_N), gl.float32, layout)
     if used:
         for k0 in range(0, K, BLOCK_K):
             stage = _await(ready, step, STAGES)
@@ -303,11 +305,9 @@ def _multiply(
             _await(ready, step, STAGES)
             step += 1
             _release_previous(empty, step, True, STAGES)
-    if NARROW:
-        left = acc
-    else:
-        left, right = _halves(acc)
-    return left, right, step
+    if not NARROW:
+        acc, right = _halves(acc)
+    return acc, right, step
 
 
 @gluon.jit
@@ -532,12 +532,12 @@ def _fetch_saved(
 ):  # fmt: skip
     """Gate and up of the i-th two pieces of a half, by TMA."""
     PART_N: gl.constexpr = saved.shape[2]
-    HALVES: gl.constexpr = 2 if GATED else 1
+    SIDES: gl.constexpr = 2 if GATED else 1
     slot = i % loaded.shape[0]
     bar = loaded.index(slot)
-    mbarrier.expect(bar, 2 * HALVES * fc1_output_desc.block_type.nbytes)
+    mbarrier.expect(bar, 2 * SIDES * fc1_output_desc.block_type.nbytes)
     for part in gl.static_range(2):
-        for side in gl.static_range(HALVES):
+        for side in gl.static_range(SIDES):
             tma.async_copy_global_to_shared(
                 fc1_output_desc,
                 [
@@ -545,7 +545,7 @@ def _fetch_saved(
                     side * F + f0 + (i % PAIRS * 2 + part) * PART_N,
                 ],
                 bar,
-                saved.index(2 * HALVES * slot + HALVES * part + side),
+                saved.index(2 * SIDES * slot + SIDES * part + side),
             )
 
 
@@ -611,11 +611,11 @@ def _finish_fc2_dgrad(
                     inside = inside & (f < F)
                 piece = (half * PARTS + 2 * pair + part) * HEIGHT + height
                 grad_act = pieces.index(piece).load(layout).to(gl.float32)
-                side = 2 * SIDES * slot + SIDES * part
-                gate = saved.index(side).load(layout).to(gl.float32)
+                place = 2 * SIDES * slot + SIDES * part
+                gate = saved.index(place).load(layout).to(gl.float32)
                 up = gate
                 if GATED:
-                    up = saved.index(side + 1).load(layout).to(gl.float32)
+                    up = saved.index(place + 1).load(layout).to(gl.float32)
                 value, slope = _value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
                 grad = grad_act * prob
                 gate_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
@@ -759,7 +759,7 @@ def _rows_hopper_kernel(
     HALF_R: gl.constexpr,
     PART_N: gl.constexpr,
     PIECE_R: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SAVED: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
@@ -794,10 +794,10 @@ def _rows_hopper_kernel(
         mbarrier.init(free.index(i), count=1)
     saved, loaded = pieces, full
     if STEP == "fc2_dgrad":
-        saved = gl.allocate_shared_memory(dtype, [4 * SLOTS, PIECE_R, PART_N], part_layout)
-        TIMES: gl.constexpr = SLOTS if ACTIVATION.gated else 2 * SLOTS
-        loaded = gl.allocate_shared_memory(gl.int64, [TIMES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(TIMES):
+        saved = gl.allocate_shared_memory(dtype, [SAVED, PIECE_R, PART_N], part_layout)
+        SLOTS: gl.constexpr = SAVED // 4 if ACTIVATION.gated else SAVED // 2
+        loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
             mbarrier.init(loaded.index(i), count=1)
     NARROW: gl.constexpr = FINISH_REGISTERS is not None
     WARPS: gl.constexpr = 4 if NARROW else 2  # that load, and as many that finish
@@ -912,7 +912,7 @@ def _rows(
         HALF_R,
         PART_N,
         PIECE_R,
-        SLOTS,
+        SAVED,
         ring.group,
         ring.stages,
         ring.multiply_registers,
