@@ -153,6 +153,8 @@ def candidates(key: Key, base: Configuration, knob: int) -> list[Configuration]:
     """The base first, then what differs from it in the knob and fits."""
     knobs = KNOBS[type(base)]
     changes = knobs[knob] if knob < len(knobs) else []
+    if key.kernel == "wgrad_hopper":  # finishes nothing
+        changes = [change for change in changes if "finish_registers" not in change]
     changed = [replace(base, **change) for change in changes]
     fitting = [other for other in changed if not list(other.reasons(key.kernel, key.gpu))]
     return list(dict.fromkeys([base, *fitting]))
@@ -263,7 +265,8 @@ class Tuner:
             copy = table.lookup(keys[0])
             for key in keys:
                 base = table.lookup(key)
-                self.total += len(KNOBS[type(base)])
+                knobs = range(len(KNOBS[type(base)]))
+                self.total += sum(len(candidates(key, base, knob)) > 1 for knob in knobs)
                 if self.compilers:
                     self.compilers.start(shape, copy, key.kernel, candidates(key, base, 0))
 
@@ -390,8 +393,8 @@ def list_plan(shapes: list[tuple[str, Shape]], dtype: torch.dtype, arch: int) ->
             base = table.lookup(key)
             print(f"  {key}\n    in use: {difference(None, base)}")
             for knob in range(len(KNOBS[type(base)])):
-                others = candidates(key, base, knob)[1:]
-                print(f"    try: {'; '.join(difference(base, other) for other in others)}")
+                if others := candidates(key, base, knob)[1:]:
+                    print(f"    try: {'; '.join(difference(base, other) for other in others)}")
 
 
 def main() -> None:

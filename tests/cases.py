@@ -68,6 +68,7 @@ LARGE = [
     Case(2000, 256, 1536, 8, 2, "several column tiles", dropped=0.1),
     Case(1500, 512, 384, 8, 2, "geglu", activation="geglu"),
     Case(1500, 512, 384, 8, 2, "silu", activation="silu"),
+    Case(9000, 512, 384, 8, 2, "silu, several tiles a program", activation="silu", dropped=0.1),
     Case(1500, 512, 384, 8, 2, "gelu", activation="gelu"),
     Case(1500, 512, 384, 8, 2, "squared relu", activation="squared_relu"),
     Case(1500, 512, 384, 8, 2, "quick geglu", activation="quick_geglu"),

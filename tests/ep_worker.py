@@ -643,6 +643,7 @@ def launches_are_on_the_gpu_of_the_tensors(layout: Layout) -> None:
     from moeblaze_megatron.ops import reference
 
     module = importlib.import_module("moeblaze_megatron.expert_parallel.dispatch")
+    exchange = importlib.import_module("moeblaze_megatron.expert_parallel.exchange")
     current, launched = [], {}
 
     @contextlib.contextmanager
@@ -660,11 +661,12 @@ def launches_are_on_the_gpu_of_the_tensors(layout: Layout) -> None:
     with (
         patch.object(torch.cuda, "device_of", device_of),
         patch.object(module, "kernels_for", return_value=Noted()),
+        patch.object(exchange, "kernels_for", return_value=Noted()),
     ):
         pending = start_dispatch(x, routing_map.float(), routing_map, 4, expert_groups())
         rows, _, _, route = dispatch(x, routing_map.float(), pending)
         combine(rows, route)
-    names = ["ranks_from_routing_map", "pack_routing", "gather", "combine"]
+    names = ["ranks_from_routing_map", "split_sizes", "pack_routing", "gather", "combine"]
     names = names if layout.ep > 1 else ["pack_routing"]
     assert launched == {name: [x.device] for name in names}, launched
 

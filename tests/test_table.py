@@ -95,6 +95,14 @@ def test_a_table_is_read_back_as_it_was_written(tmp_path):
     assert table.load(tmp_path / "copy.json") == SHIPPED
 
 
+def test_a_table_from_before_sixteen_warps_is_taken(tmp_path):
+    use = {name: value for name, value in vars(RING).items() if name != "finish_registers"}
+    (tmp_path / "old.json").write_text(
+        json.dumps({"format": 1, "configurations": [entry(use=use)]})
+    )
+    assert list(table.load(tmp_path / "old.json").values()) == [RING]
+
+
 def entry(kernel="fc1_hopper", gpu="sm_90", bits=16, use=None, **others) -> dict:
     use = vars(RING) if use is None else use
     return {"kernel": kernel, "gpu": gpu, "bits": bits, "class": None, "use": use} | others
@@ -306,14 +314,16 @@ COMPILE = """
 import dataclasses, json, sys, torch
 from moeblaze_megatron import aot
 from moeblaze_megatron.ops import table
+from moeblaze_megatron.ops.activation import ACTIVATIONS
 seen = {}
 for key, value in table.load(table.SHIPPED).items():
     if key.gpu == "interpreter" or key.kernel == "copy" or (key.kernel, key.bits, value) in seen:
         continue
     arch = 90 if key.kernel.endswith("_hopper") else 80
     dtype = torch.bfloat16 if key.bits == 16 else torch.float32
+    activations = ACTIVATIONS if key.kernel in ("fc1_hopper", "fc2_dgrad_hopper") else ("swiglu",)
     with table.override(key.kernel, value):
-        rows = aot.compile_step(arch, dtype, ("swiglu",))
+        rows = aot.compile_step(arch, dtype, activations)
     name = key.kernel.removesuffix("_gather")
     step = name.removesuffix("_hopper") if name in ("fc1_hopper", "fc2_dgrad_hopper") else ""
     name = "_rows_hopper_kernel" if step else f"_{name}_kernel"  # the one kernel of three steps

@@ -26,7 +26,7 @@ from moeblaze_megatron.ops.experts import (
     index_lists_from_topk,
     kernels_for,
 )
-from moeblaze_megatron.ops.index_lists import IndexLists
+from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, IndexLists
 
 ID = torch.int16  # an expert id on the wire; ops.index_lists.MAX_EXPERTS fits
 NOTHING = 255  # in every byte of an id on the wire: -1
@@ -135,14 +135,18 @@ def start_dispatch(
         check: look for rows with more than K experts, and whether what arrives is what was
             announced, which waits for the device; always done on the CPU.
     Raises:
-        ValueError: experts that do not divide by EP; when checked, a row with more than K experts.
+        ValueError: experts that do not divide by EP, or more than 1,024; when checked, a row with
+            more than K experts.
     """
     T, num_experts = routing_map.shape
     EP = groups.ep_size
+    reasons = []
     if num_experts % EP:
-        raise ValueError(
-            f"{num_experts} experts do not divide by {EP} expert-parallel ranks; change either"
-        )
+        reasons.append(f"do not divide by {EP} expert-parallel ranks; change either")
+    if num_experts > MAX_EXPERTS:
+        reasons.append(f"are more than the {MAX_EXPERTS} that a layer may have")
+    if reasons:
+        raise ValueError(f"{num_experts} experts {', and '.join(reasons)}")
     check = check or not routing_map.is_cuda
     if check:
         check_experts_per_token(routing_map, topk)

@@ -1,7 +1,8 @@
 """What ranks tell one another about tokens, each in one launch: no sort, no atomic, no host read.
 
-T tokens, K experts per token, EP ranks with E experts each, M = min(K, EP) ranks of a token,
-k = min(K, E) experts of a row, that is of a token at one rank; K in the kernels of rows.
+T tokens, K experts per token, EP ranks with E experts each, N = EP*E, M = min(K, EP) ranks of a
+token, k = min(K, E) experts of a row, that is of a token at one rank: SLOTS in kernels. A prob has
+so many WORDS of 16 bits.
 """
 
 import torch
@@ -125,28 +126,34 @@ def split_sizes(
     return out
 
 
+def _token_tile(E: int) -> tuple[int, int]:
+    """BLOCK_T, BLOCK_E: a tile of tokens by the experts of one rank."""
+    BLOCK_E = min(128, triton.next_power_of_2(E))
+    return min(64, 1024 // BLOCK_E), BLOCK_E
+
+
 @direct
 @triton.jit(do_not_specialize=["T"])
 def _pack_routing_kernel(
-    routing_map_ptr,  # [T, N] uint8, N = EP*E
+    routing_map_ptr,  # [T, N] uint8
     probs_ptr,  # [T, N, WORDS] int16
     ranks_ptr,  # [T, M] int32, or None: rank 0
     token_index_map_ptr,  # [T, M] int32, or None: row t for token t
-    wire_ptr,  # [rows, K*WORDS + K] int16
+    wire_ptr,  # [rows, SLOTS*WORDS + SLOTS] int16
     T,
     N,
     E,
     M,
-    K: tl.constexpr,
+    SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
 ):
     """Each row's probs, then its local experts.
 
-    routing_map = [[0, 1, 1, 1]], probs = [[0, 7, 8, 9]], K = 2, ranks = token_index_map = [[0, 1]]
-    -> [[7, 0, 1, -1], [8, 9, 0, 1]]
+    routing_map = [[0, 1, 1, 1]], probs = [[0, 7, 8, 9]], ranks = token_index_map = [[0, 1]], two
+    slots -> [[7, 0, 1, -1], [8, 9, 0, 1]]
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token = t.to(tl.int64)
@@ -156,8 +163,8 @@ def _pack_routing_kernel(
         row = tl.load(token_index_map_ptr + pair, mask=t < T, other=-1).to(tl.int64)
         place += tl.load(ranks_ptr + pair, mask=row >= 0, other=0) * E
     sent = (row >= 0)[:, None]
-    probs = wire_ptr + row[:, None] * (K * WORDS + K)
-    ids = probs + K * WORDS
+    probs = wire_ptr + row[:, None] * (SLOTS * WORDS + SLOTS)
+    ids = probs + SLOTS * WORDS
     found = tl.zeros((BLOCK_T,), tl.int32)
     for e0 in range(0, E, BLOCK_E):
         e = e0 + tl.arange(0, BLOCK_E)[None, :]
@@ -165,17 +172,17 @@ def _pack_routing_kernel(
         hit = tl.load(routing_map_ptr + column, mask=sent & (e < E), other=0) != 0
         count = hit.to(tl.int32)
         slot = found[:, None] + tl.cumsum(count, 1) - count
-        hit &= slot < K
+        hit &= slot < SLOTS
         tl.store(ids + slot, e.to(tl.int16), mask=hit)
         for word in tl.static_range(WORDS):
             value = tl.load(probs_ptr + column * WORDS + word, mask=hit, other=0)
             tl.store(probs + slot * WORDS + word, value, mask=hit)
         found += tl.sum(count, 1)
-    k = tl.arange(0, BLOCK_K)[None, :]
-    none = sent & (found[:, None] <= k) & (k < K)
-    tl.store(ids + k, -1, mask=none)
+    s = tl.arange(0, BLOCK_SLOTS)[None, :]
+    none = sent & (found[:, None] <= s) & (s < SLOTS)
+    tl.store(ids + s, -1, mask=none)
     for word in tl.static_range(WORDS):
-        tl.store(probs + k * WORDS + word, 0, mask=none)
+        tl.store(probs + s * WORDS + word, 0, mask=none)
 
 
 def pack_routing(
@@ -188,7 +195,7 @@ def pack_routing(
 
     Args:
         routing_map: [T, EP*E] bool.
-        probs: [T, EP*E] in any floating dtype.
+        probs: [T, EP*E] of 2, 4 or 8 bytes each.
         lists: lists with EP ranks in the place of experts; None: one rank, row t for token t.
         topk: K; experts past k of a row are left out.
     Returns:
@@ -220,25 +227,19 @@ def pack_routing(
     return wire.view(torch.uint8)
 
 
-def _token_tile(E: int) -> tuple[int, int]:
-    """BLOCK_T, BLOCK_E: a tile of tokens by the experts of one rank."""
-    BLOCK_E = min(128, triton.next_power_of_2(E))
-    return min(64, 1024 // BLOCK_E), BLOCK_E
-
-
 @direct
 @triton.jit(do_not_specialize=["T"])
 def _unpack_grad_probs_kernel(
-    grad_ptr,  # [rows, K]
-    ids_ptr,  # [rows, K] int16
+    grad_ptr,  # [rows, SLOTS]
+    ids_ptr,  # [rows, SLOTS] int16
     ranks_ptr,  # [T, M] int32, or None: rank 0
     token_index_map_ptr,  # [T, M] int32, or None: row t for token t
-    grad_probs_ptr,  # [T, N], N = EP*E
+    grad_probs_ptr,  # [T, N]
     T,
     N,
     E,
     M: tl.constexpr,
-    K: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -259,9 +260,9 @@ def _unpack_grad_probs_kernel(
             found = tl.load(token_index_map_ptr + token * M + m, mask=there, other=-1)
             row = tl.maximum(row, found.to(tl.int64))
     grad = tl.zeros((BLOCK_T, BLOCK_E), grad_ptr.dtype.element_ty)
-    for k in tl.static_range(K):
-        expert = tl.load(ids_ptr + row * K + k, mask=row >= 0, other=-1)
-        value = tl.load(grad_ptr + row * K + k, mask=row >= 0, other=0.0)
+    for s in tl.static_range(SLOTS):
+        expert = tl.load(ids_ptr + row * SLOTS + s, mask=row >= 0, other=-1)
+        value = tl.load(grad_ptr + row * SLOTS + s, mask=row >= 0, other=0.0)
         grad = tl.where(e[None, :] == expert[:, None], value[:, None], grad)
     inside = (t < T)[:, None] & (e < E)[None, :]
     tl.store(grad_probs_ptr + token[:, None] * N + rank * E + e[None, :], grad, mask=inside)

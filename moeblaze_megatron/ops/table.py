@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -98,7 +98,7 @@ class Ring:
     group: int
     multiply_registers: int
     load_registers: int
-    finish_registers: int | None
+    finish_registers: int | None = None
 
     def reasons(self, kernel: str, gpu: str) -> Iterator[str]:
         most = 4 if kernel == "wgrad_hopper" else 3  # what shared memory holds
@@ -192,8 +192,9 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
         and any(sizes)
     ):
         reasons.append(f"class={sizes!r} is neither two powers of two (one may be null) nor null")
-    names = [field.name for field in fields(KERNELS[kernel])]
-    if not isinstance(use, dict) or set(use) != set(names):
+    names = {field.name: field.default is MISSING for field in fields(KERNELS[kernel])}
+    needed = {name for name, need in names.items() if need}
+    if not isinstance(use, dict) or not needed <= set(use) <= set(names):
         reasons.append(f"use has {', '.join(names)}")
     else:
         reasons += KERNELS[kernel](**use).reasons(kernel, str(gpu))
