@@ -25,7 +25,7 @@ if [[ $(compute-sanitizer --help) == *--check-tensor-ops* ]]; then # not all rel
     options+=(--check-tensor-ops yes)
 fi
 # Of the Hopper kernels and the plain ones: tiles that end inside, rows not in use, no rows at all.
-cases="no-tokens or dropped-slots or past-the-end or one-token-more or not-multiples"
+cases="no-tokens or dropped-slots or past-the-end or one-token-more or not-multiples or several-tiles"
 tests=(
     tests/test_index_lists.py tests/test_experts.py tests/test_fp8_store.py
     -k "example or unchecked or gradient_accumulation_fusion or bfloat16 and ($cases)"
