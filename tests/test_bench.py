@@ -1,6 +1,8 @@
 """The benchmark's own arithmetic, words and code paths; what it measures needs a GPU."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +208,23 @@ def test_paper_runs_at_small_shapes(eager, monkeypatch, tmp_path, capsys):
     for activation in ("silu", "swiglu"):
         assert f"\n{activation}, against grouped_mm. The paper" in out
     assert len(list(tmp_path.glob("paper_*.png"))) == 4
+
+
+def test_a_run_that_is_ended_shows_what_it_has(eager, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(bench.DEFAULT_SHAPES, "paper", ("64,32,16,4,1", "64,32,16,8,2"))
+    measured, report = bench.bench_layer, tmp_path / "report.json"
+
+    def ended(title, shape, arguments):
+        if title == "64,32,16,8,2":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return measured(title, shape, arguments)
+
+    monkeypatch.setattr(bench, "bench_layer", ended)
+    with pytest.raises(SystemExit, match="bench: interrupted"):
+        run(monkeypatch, "paper", "--json", report)
+    table = capsys.readouterr().out.partition("silu, against grouped_mm.")[2]
+    assert "\n64,32,16,4,1" in table and "8,2" not in table and "swiglu" not in table
+    assert list(json.loads(report.read_text())["paper"]["silu"]) == ["64,32,16,4,1"]
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -43,6 +43,7 @@ from moeblaze_megatron.bench.shapes import (
 from moeblaze_megatron.ops import table
 from moeblaze_megatron.ops.activation import ACTIVATIONS
 from moeblaze_megatron.ops.memory import LayerBytes
+from moeblaze_megatron.processes import signals_interrupt
 from moeblaze_megatron.version import __version__
 
 # What another project's code may end with; such a peer is left out of the table, with the reason.
@@ -302,12 +303,14 @@ def run_paper(arguments, report: dict) -> None:
     """The paper's figures: seven configurations, memory and speed, for both its activations."""
     rows = {activation: {} for activation in paper.ACTIVATIONS}
     report["paper"] = rows
-    for activation in paper.ACTIVATIONS:
-        for title, shape in arguments.shapes:
-            shape = replace(shape, activation=activation)
-            rows[activation][title] = bench_layer(title, shape, arguments)
-            print_layer(rows[activation][title])
-    print(paper.table(rows))
+    try:
+        for activation in paper.ACTIVATIONS:
+            for title, shape in arguments.shapes:
+                shape = replace(shape, activation=activation)
+                rows[activation][title] = bench_layer(title, shape, arguments)
+                print_layer(rows[activation][title])
+    finally:  # of what was measured before an interrupt
+        print(paper.table(rows), flush=True)
     if arguments.plot:
         for path in paper.plot(rows, arguments.plot):
             print(f"wrote {path}")
@@ -491,7 +494,10 @@ def main() -> None:
         print(header, flush=True)
     report = {"header": header}
     try:
-        COMMANDS[arguments.command][0](arguments, report)
+        with signals_interrupt():
+            COMMANDS[arguments.command][0](arguments, report)
+    except KeyboardInterrupt:
+        sys.exit("bench: interrupted")
     finally:  # what was measured before an error or an interrupt is kept
         if arguments.json and RANK == 0:
             arguments.json.write_text(json.dumps(report, indent=1))
