@@ -7,8 +7,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = (ROOT / "moeblaze_megatron" / "version.py").read_text().split('"')[1]
 
-# megatron.training and its checkpoints import yaml, six and psutil without declaring them.
-MEGATRON = ["megatron-core>=0.19,<0.20", "pyyaml", "six", "psutil"]
+# megatron.training and its checkpoints import yaml, six and psutil without declaring them; a
+# checkout of Megatron-LM compiles its datasets' helpers with pybind11.
+MEGATRON = ["megatron-core>=0.19,<0.20", "pyyaml", "six", "psutil", "pybind11"]
 PLOTS = ["matplotlib"]
 # Triton 3.6's interpreter fails on loops with loaded bounds from numpy 2.4 on. A minor version of
 # ruff may format differently.

@@ -9,6 +9,11 @@ set -euo pipefail
 
 DATA=${1:-runs/quickstart/data/train}
 shift || true
+if [[ ! -f $DATA.bin || ! -f $DATA.idx ]]; then
+    echo "$0: there are no $DATA.bin and $DATA.idx: the data come first, before Megatron's flags;" \
+        "\`python -m moeblaze_megatron.quickstart --data-only --text FILES\` makes some of text" >&2
+    exit 2
+fi
 
 exec torchrun --standalone --nproc-per-node 1 \
     -m moeblaze_megatron --moe-token-dispatcher-type moeblaze \

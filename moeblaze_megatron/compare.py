@@ -51,10 +51,14 @@ TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from t
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m moeblaze_megatron.compare",
+        usage="%(prog)s [options] [SCRIPT.py | --] [Megatron's flags]",
         description="Run the same Megatron pretraining with moeblaze and with another dispatcher, "
         "and report losses, speed and memory side by side.",
         epilog="Options of compare come first. From the path of a script on, or after --, all "
-        "arguments are that run's; after -- the package's own script runs.",
+        "arguments are that run's; after -- the package's own script runs. Without either the "
+        "quickstart's model is compared, a few minutes on a CPU. Interrupted, the same command "
+        "goes on with the runs that are not finished, from their checkpoints given "
+        "--save-interval.",
     )
     parser.add_argument(
         "--out",
@@ -69,10 +73,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=("alltoall", "moeblaze"),
         choices=("alltoall", "allgather", "flex", "moeblaze"),
         metavar=("BASELINE", "OTHER"),
-        help="what to compare (default: alltoall moeblaze)",
+        help="two of alltoall, allgather, flex, moeblaze (default: alltoall moeblaze)",
     )
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="processes, one for each GPU"
+        "--processes", type=int, default=1, metavar="N", help="one for each GPU (default: 1)"
     )
     parser.add_argument(
         "--only",
@@ -113,20 +117,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             )
     given = {word.partition("=")[0] for word in arguments.training}
     refused = OWN_FLAGS | (INCOMPLETE if saves(arguments.training) else {})
-    if wrong := [f"{flag}: {why}" for flag, why in refused.items() if flag in given]:
-        parser.error("leave out " + "; ".join(wrong))
-    if arguments.processes < 1:
-        parser.error(f"--processes must be 1 or more, got {arguments.processes}")
+    wrong = [f"leave out {flag}: {why}" for flag, why in refused.items() if flag in given]
+    for name, least in (("processes", 1), ("batch_step", 1), ("iters", 2 * TIMED_UNTIL)):
+        if (value := getattr(arguments, name)) < least:
+            wrong.append(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
     if arguments.find_max_batch and arguments.only:
-        parser.error("--only names runs to compare; --find-max-batch has none")
+        wrong.append("--only names runs to compare; --find-max-batch has none")
     if len(set(arguments.dispatchers)) < 2:
-        parser.error(f"--dispatchers names {arguments.dispatchers[0]} twice; name another")
-    if arguments.batch_step < 1:
-        parser.error(f"--batch-step must be 1 or more, got {arguments.batch_step}")
+        wrong.append(f"--dispatchers names {arguments.dispatchers[0]} twice; name another")
     if arguments.out.exists() and not arguments.out.is_dir():
-        parser.error(f"--out {arguments.out} is not a folder")
-    if arguments.iters < 2 * TIMED_UNTIL:
-        parser.error(f"--iters must be {2 * TIMED_UNTIL} or more, got {arguments.iters}")
+        wrong.append(f"--out {arguments.out} is not a folder")
+    if wrong:
+        parser.error("; ".join(wrong))
     return arguments
 
 
@@ -308,7 +310,11 @@ def table(report: dict) -> str:
         row("tokens/s", lambda run: run["tokens_per_s"], ",.0f", True),
         row("TFLOP/s per GPU", lambda run: run["tflops_per_gpu"], ".4g", True),
         row("peak memory, GiB", lambda run: (run["peak_bytes"] or 0) / 2**30 or None, ".2f"),
-        row("its estimate, GiB", lambda run: (run["estimated_bytes"] or 0) / 2**30 or None, ".2f"),
+        row(
+            "estimated memory, GiB",
+            lambda run: (run["estimated_bytes"] or 0) / 2**30 or None,
+            ".2f",
+        ),
         row("held per MoE layer, bytes/token", lambda run: run["held_bytes_per_token"], ",.0f"),
         row("rows sent per dispatch and rank", lambda run: run["rows_per_dispatch"], ",.0f"),
     ]
@@ -334,7 +340,7 @@ def table(report: dict) -> str:
         for name, run in zip(names[:2], runs, strict=False)
         if run["layer"]
     )
-    note = "Times on a CPU are those of eager twins and say nothing about a GPU.\n"
+    note = "Times on a CPU say nothing about a GPU.\n"
     return (
         f"{text}\n\nmean difference of the losses in the second half of the run: "
         f"{ours:.6f} between the dispatchers, {noise:.6f} between two seeds: "
@@ -526,8 +532,8 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(
             textwrap.fill(
-                f"compare: interrupted; the same command goes on, and keeps what is finished in "
-                f"{arguments.out}",
+                f"compare: interrupted; the same command keeps what is finished in {arguments.out} "
+                "and goes on with the rest, from a checkpoint given --save-interval",
                 100,
             )
         )

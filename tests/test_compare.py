@@ -51,6 +51,7 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
         (["--only", "moeblaze"], "invalid choice: 'moeblaze'"),
         (["--only", "noise", "--find-max-batch"], "--only names runs to compare"),
         (["--processes", "0"], "--processes must be 1 or more, got 0"),
+        (["--processes", "0", "--iters", "2"], "1 or more, got 0; --iters must be 12 or more, got"),
         (["--", "--save-interval", "5", "--no-save-rng"], "leave out --no-save-rng: with --save-"),
     ],
 )

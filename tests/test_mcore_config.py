@@ -211,6 +211,21 @@ def test_all_reasons_come_at_once():
 
 
 @in_megatron
+def test_what_megatron_itself_refuses_hides_no_reason():
+    """Its advice for one setting may be another that is not supported."""
+    wrong = {"num_attention_heads": 3, "tensor_model_parallel_size": 2}
+    with pytest.raises(ValueError) as error:
+        m.config(glu_linear_offset=float("inf"), moe_apply_probs_on_input=True, **wrong)
+    lines = [line.strip() for line in str(error.value).splitlines()]
+    assert lines[0] == "moeblaze does not support:" and len(lines) == 4
+    assert lines[1].startswith("glu_linear_offset=inf") and "on_input=True" in lines[2]
+    assert lines[3].startswith("Megatron: num_attention_heads (3) must be a multiple of")
+    for dispatcher in ("moeblaze", "alltoall"):  # nothing to add
+        with pytest.raises(ValueError, match=r"^num_attention_heads"):
+            m.config(dispatcher, **wrong)
+
+
+@in_megatron
 def test_experts_that_do_not_divide_by_ranks_are_refused_at_start_up():
     with pytest.raises(ValueError, match="num_moe_experts=8, expert_model_parallel_size=3: each"):
         m.config(expert_model_parallel_size=3)

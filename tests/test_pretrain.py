@@ -2,8 +2,10 @@
 
 import os
 import re
+from argparse import Namespace
 
 import pytest
+from mcore_worker import in_megatron
 from pretraining import (
     GPT_OSS,
     TINY,
@@ -126,6 +128,17 @@ def test_script_refuses_by_name_what_it_cannot_do(plain_env):
         "ValueError: this pretraining script does not support: "
         "--per-dataset-sequences-path, --check-for-spiky-loss" in output
     )
+
+
+@pytest.mark.parametrize("dispatcher", ["moeblaze", "alltoall"])
+@in_megatron
+def test_the_script_sends_nobody_to_what_the_dispatcher_refuses(dispatcher):
+    from moeblaze_megatron.pretrain_gpt import check_supported
+
+    asked = {"sft": True, "overlap_moe_expert_parallel_comm": True}
+    with pytest.raises(ValueError, match="support: --sft") as error:
+        check_supported(Namespace(moe_token_dispatcher_type=dispatcher, **asked))
+    assert ("--overlap-moe" in str(error.value)) == (dispatcher == "alltoall")
 
 
 def test_cpu_example_trains(plain_env):

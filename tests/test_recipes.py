@@ -98,12 +98,21 @@ def accept(words, processes):
     assert unsupported_reasons(core_transformer_config_from_args(args)) == []
 
 
-def test_launch_on_one_node_by_hand_and_in_slurm(path):
-    code, output = run("moe_1b", "--lr", "1", PATH=path, DATA="x", SCRIPT="pre.py", GPUS="4")
+@pytest.fixture
+def files(tmp_path):
+    """What DATA and SCRIPT may name."""
+    for name in ("x.bin", "x.idx", "pre.py"):
+        (tmp_path / name).touch()
+    return {"DATA": f"{tmp_path}/x", "SCRIPT": f"{tmp_path}/pre.py"}
+
+
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_launch_on_one_node_by_hand_and_in_slurm(path, files, dashes):
+    code, output = run("moe_1b", *dashes, "--lr", "1", PATH=path, GPUS="4", **files)
     words = output.splitlines()
     assert code == 0 and words[:3] == ["--nproc-per-node", "4", "--standalone"]
-    assert words[3:6] == ["-m", "moeblaze_megatron", "pre.py"]
-    assert words[-6:] == ["--data-path", "x", "--split", "98,2,0", "--lr", "1"]
+    assert words[3:6] == ["-m", "moeblaze_megatron", files["SCRIPT"]]
+    assert words[-6:] == ["--data-path", files["DATA"], "--split", "98,2,0", "--lr", "1"]
 
     code, output = run("moe_1b", PATH=path, NODES="2")
     assert code != 0 and "NODE_RANK: the number of this node" in output
@@ -124,9 +133,31 @@ def test_numbers_of_gpus_and_nodes_are_checked(name, number, path):
         assert code == 2 and output.endswith(f"{name}={number} is not a number of 1 or more\n")
 
 
-def test_dry_run_does_not_compare(path):
+def test_what_no_run_has_is_named_at_once(path):
+    wrong = {"GPUS": "0", "DISPATCHER": "foo", "SCRIPT": "/no.py", "DATA": "/no/data"}
+    code, output = run("moe_1b", "--lr", "1", "--dry-run", PATH=path, **wrong)
+    for words in ("GPUS=0 is", "DISPATCHER=foo is", "SCRIPT=/no.py is", "no /no/data.bin and"):
+        assert code == 2 and f"moe_1b.sh: {words}" in output.replace(
+            "DATA=/no/data: there are ", ""
+        )
+    assert "--dry-run has to be the first argument" in output
     code, output = run("moe_1b", "--dry-run", "--compare", PATH=path)
-    assert code == 2 and "--dry-run starts nothing" in output
+    assert code == 2 and "--compare has to be the first argument, and the only one" in output
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_recipes_explain_themselves(name, path):
+    for flag in ("-h", "--help"):
+        code, output = run(name, flag, PATH=path)
+        assert code == 0 and "Layout: " in output and "DISPATCHER=NAME   moeblaze" in output
+        assert "#" not in output and "FLAGS=(" not in output
+
+
+def test_a_script_without_data_says_where_data_comes_from(tmp_path):
+    script = RECIPES.parent / "pretrain_one_gpu.sh"
+    for words in ((), ("--lr", "1")):
+        result = subprocess.run([script, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 2 and "before Megatron's flags; `python -m" in result.stderr
 
 
 def test_compare_names_its_dispatchers_itself(path):
@@ -139,19 +170,22 @@ def test_compare_runs_on_one_node(path):
     assert code == 2 and "not on NODES=64: set NODES=1" in output
 
 
-def test_compare_takes_the_recipe_with_its_options(tmp_path):
+def test_compare_takes_the_recipe_with_its_options(tmp_path, files):
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
     options = ("--compare", "--out", "x", "--", "--lr", "1")
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    code, output = run("moe_1b", *options, PATH=path, DATA="d", GPUS="2")
+    code, output = run("moe_1b", *options, PATH=path, DATA=files["DATA"], GPUS="2")
     words = output.splitlines()
     assert code == 0 and words[:2] == ["-m", "moeblaze_megatron.compare"]
     assert words[2:7] == ["--processes", "2", "--out", "x", "--"]
-    assert words[-6:] == ["--data-path", "d", "--split", "98,2,0", "--lr", "1"]
-    code, output = run("moe_1b", "--compare", PATH=path, SCRIPT="p.py", IMPL="transformer_engine")
+    assert words[-6:] == ["--data-path", files["DATA"], "--split", "98,2,0", "--lr", "1"]
+    env = {"SCRIPT": files["SCRIPT"], "IMPL": "transformer_engine"}
+    code, output = run("moe_1b", "--compare", PATH=path, **env)
     words = output.splitlines()
-    assert words[4] == "p.py" and words[-1] == "--mock-data" and "--moe-grouped-gemm" in words
+    assert (
+        words[4] == files["SCRIPT"] and words[-1] == "--mock-data" and "--moe-grouped-gemm" in words
+    )
     assert words[words.index("--transformer-impl") + 1] == "transformer_engine"
 
 

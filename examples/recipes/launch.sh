@@ -6,23 +6,48 @@
 #   SCRIPT=PATH       pretrain_gpt.py of a Megatron-LM checkout; else the package's own script
 #   MASTER_ADDR, NODE_RANK   with several nodes and without Slurm, where torchrun runs on each
 #
+# `--help` prints this, and a recipe's own head before it.
 # `--dry-run` first prints the memory of each GPU with both dispatchers, and starts nothing.
 # `--compare` first trains on one node with both dispatchers and reports; options of
 # moeblaze_megatron.compare may follow, up to a `--`. Other arguments are added to Megatron's.
 
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    for FILE in "$0" "${BASH_SOURCE[0]}"; do
+        sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$FILE"
+        echo
+    done
+    exit
+fi
+
+WRONG=()
 for NAME in GPUS NODES; do
     if [[ ! ${!NAME} =~ ^[1-9][0-9]*$ ]]; then
-        echo "$0: $NAME=${!NAME} is not a number of 1 or more" >&2
-        exit 2
+        WRONG+=("$NAME=${!NAME} is not a number of 1 or more")
     fi
 done
+case ${DISPATCHER:=} in
+'' | moeblaze | alltoall | allgather | flex) ;;
+*) WRONG+=("DISPATCHER=$DISPATCHER is not one of moeblaze, alltoall, allgather, flex") ;;
+esac
+if [[ -n ${SCRIPT:-} && ! -f $SCRIPT ]]; then
+    WRONG+=("SCRIPT=$SCRIPT is not a file")
+fi
+if [[ -n ${DATA:-} && ${1:-} != --dry-run && ! (-f $DATA.bin && -f $DATA.idx) ]]; then
+    WRONG+=("DATA=$DATA: there are no $DATA.bin and $DATA.idx; \`python -m moeblaze_megatron.quickstart \
+--data-only --text FILES\` makes runs/quickstart/data/train of text")
+fi
+for WORD in "${@:2}"; do
+    if [[ $WORD == --dry-run || $WORD == --compare ]]; then
+        WRONG+=("$WORD has to be the first argument, and the only one of --dry-run and --compare")
+    fi
+done
+if ((${#WRONG[@]})); then
+    printf '%s\n' "${WRONG[@]/#/$0: }" >&2
+    exit 2
+fi
 
 if [[ ${1:-} == --dry-run ]]; then
     shift
-    if [[ ${1:-} == --compare ]]; then
-        echo "$0: --dry-run starts nothing, so leave --compare out, or --dry-run" >&2
-        exit 2
-    fi
     exec python -m moeblaze_megatron.estimate --processes $((GPUS * NODES)) "${FLAGS[@]}" "$@"
 fi
 
@@ -34,7 +59,7 @@ fi
 
 if [[ ${1:-} == --compare ]]; then
     shift
-    if [[ -n ${DISPATCHER:-} ]]; then
+    if [[ -n $DISPATCHER ]]; then
         echo "$0: leave DISPATCHER=$DISPATCHER out: --compare trains with alltoall and moeblaze, or" \
             "with the two that --dispatchers names" >&2
         exit 2
@@ -53,6 +78,9 @@ if [[ ${1:-} == --compare ]]; then
         "${FLAGS[@]}" "${@:2}"
 fi
 
+if [[ ${1:-} == -- ]]; then # as behind --compare
+    shift
+fi
 TORCHRUN=(torchrun --nproc-per-node "$GPUS")
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

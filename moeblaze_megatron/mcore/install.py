@@ -24,13 +24,24 @@ FLAGS = (
 def _with_config_check(post_init: Callable) -> Callable:
     @functools.wraps(post_init)
     def wrapped(self: Any) -> None:
-        from moeblaze_megatron.mcore.config import check_config
+        from moeblaze_megatron.mcore.config import (
+            UnsupportedSettings,
+            check_config,
+            unsupported_reasons,
+        )
 
         chosen = self.moe_token_dispatcher_type == VALUE
         overlap = self.moe_shared_expert_overlap
         # Megatron refuses it with dispatchers that it does not know; check_config does the rest.
         self.moe_shared_expert_overlap = overlap and not chosen
-        post_init(self)
+        try:
+            post_init(self)
+        except (ValueError, AssertionError) as error:  # Megatron names one, which may need another
+            self.moe_shared_expert_overlap = overlap
+            reasons = unsupported_reasons(self) if chosen and self.num_moe_experts else []
+            if not reasons:
+                raise
+            raise UnsupportedSettings([*reasons, f"Megatron: {error}"]) from error
         self.moe_shared_expert_overlap = overlap
         if chosen and self.num_moe_experts:
             check_config(self)

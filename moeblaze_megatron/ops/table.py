@@ -191,7 +191,9 @@ def _entry(entry: object) -> tuple[Key, Configuration] | list[str]:
         and all(n is None or _within(n, 1, 2**31, power=True) for n in sizes)
         and any(sizes)
     ):
-        reasons.append(f"class={sizes!r} is neither two powers of two (one may be null) nor null")
+        reasons.append(
+            f"class={json.dumps(sizes)} is neither two powers of two (one may be null) nor null"
+        )
     names = {field.name: field.default is MISSING for field in fields(KERNELS[kernel])}
     needed = {name for name, need in names.items() if need}
     if not isinstance(use, dict) or not needed <= set(use) <= set(names):
@@ -213,7 +215,10 @@ def load(path: Path) -> Table:
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"kernel table {path}: {error}") from None
+        raise ValueError(
+            f"kernel table {path}: {error}: make it with `python -m moeblaze_megatron.tune`, or "
+            f"leave --moeblaze-kernel-table and {VARIABLE} out"
+        ) from None
     if not isinstance(content, dict) or not isinstance(content.get("configurations"), list):
         raise ValueError(
             f"kernel table {path}: not a table that moeblaze_megatron.tune has written"
