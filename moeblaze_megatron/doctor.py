@@ -53,12 +53,16 @@ def versions() -> list[Finding]:
         Finding("python", sys.version.split()[0]),
     ]
     for name, module in (("torch", torch), ("triton", triton)):
-        old = Version(module.__version__).release < Version(NEEDED[name]).release
+        release = Version(module.__version__).release
+        old = release < Version(NEEDED[name]).release
+        new = release[:2] > Version(TESTED[name]).release
         found.append(
             Finding(
                 name,
                 f"{module.__version__}; {NEEDED[name]} or newer needed, {TESTED[name]} tested",
-                f"install {name} {NEEDED[name]} or newer" if old else "",
+                f"install {name} {NEEDED[name]} or newer"
+                if old
+                else f"newer than the {TESTED[name]} that was tested" * new,
                 failed=old,
             )
         )

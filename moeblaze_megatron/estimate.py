@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
         description="Estimate the memory of each GPU from Megatron's flags, for both dispatchers.",
         allow_abbrev=False,
     )
-    flags.add_argument("--processes", type=int, default=1, help="GPUs of the whole run")
+    about = "GPUs of the whole run (default: 1)"
+    flags.add_argument("--processes", type=int, default=1, help=about)
     for name in (
         *("num-layers", "hidden-size", "num-attention-heads", "num-experts", "moe-ffn-hidden-size"),
         *("seq-length", "micro-batch-size", "global-batch-size"),
@@ -183,11 +184,21 @@ def estimate(flags: argparse.Namespace) -> Estimate:
     )
     ep = flags.expert_model_parallel_size
     etp = flags.expert_tensor_parallel_size or tp
-    if flags.processes % (tp * pp * cp) or flags.processes % (ep * etp * pp):
-        sys.exit(
-            f"estimate: {flags.processes} processes are no multiple of tensor x pipeline x context "
-            f"parallel size {tp * pp * cp} and of expert x expert-tensor x pipeline {ep * etp * pp}"
+    wrong = [
+        f"{flags.processes} processes are no multiple of {size}, the {kinds} parallel size"
+        for size, kinds in (
+            (tp * pp * cp, "tensor x pipeline x context"),
+            (ep * etp * pp, "expert x expert-tensor x pipeline"),
         )
+        if flags.processes % size
+    ]
+    if not (flags.kv_channels or flags.multi_latent_attention) and H % flags.num_attention_heads:
+        wrong.append(
+            f"--num-attention-heads {flags.num_attention_heads} does not divide --hidden-size {H}, "
+            "which needs --kv-channels then"
+        )
+    if wrong:
+        sys.exit("estimate: " + "; ".join(wrong))
     dp, edp = flags.processes // (tp * pp * cp), flags.processes // (ep * etp * pp)
     half = flags.bf16 or flags.fp16
     size, halves = (2 if half else 4), (2 if flags.swiglu or flags.quick_geglu else 1)
@@ -309,7 +320,8 @@ def report(found: Estimate, processes: int) -> str:
         ("together", *(found.total(name) for name in DISPATCHERS)),
     ]
     lines = [
-        f"{found.parameters / 1e9:.2f} B parameters on {processes} GPUs; GiB on each, estimated"
+        f"{found.parameters / 1e9:.2f} B parameters on {processes} GPU{'s' * (processes > 1)}; GiB "
+        "on each, estimated"
     ]
     lines.append(f"{'':<33}" + "".join(f"{name:>10}" for name in DISPATCHERS))
     lines += [f"{label:<33}" + "".join(f"{v / GIB:>10.2f}" for v in vs) for label, *vs in rows]

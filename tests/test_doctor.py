@@ -36,6 +36,21 @@ def test_healthy_machine(plain_env):
     assert "FAILED" not in output
 
 
+@pytest.mark.parametrize(
+    ("needed", "tested", "advice"),
+    [
+        ("2.0", "99.0", ""),
+        ("99.0", "99.0", "install torch 99.0 or newer"),
+        ("2.0", "2.1", "newer than the 2.1 that was tested"),
+    ],
+)
+def test_versions_that_were_not_tested_are_named(monkeypatch, needed, tested, advice):
+    monkeypatch.setitem(doctor.NEEDED, "torch", needed)
+    monkeypatch.setitem(doctor.TESTED, "torch", tested)
+    found = {finding.about: finding for finding in doctor.versions()}["torch"]
+    assert found.advice == advice and found.failed == (needed == "99.0")
+
+
 def test_wrong_results_fail(plain_env):
     env = plain_env | {"CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(

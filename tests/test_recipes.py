@@ -321,8 +321,14 @@ def test_moe_layers_of_a_model():
 def test_layouts_that_do_not_fit_are_refused():
     command = "--processes 6 --num-layers 1 --hidden-size 8 --num-attention-heads 1 --num-experts 4"
     command += " --moe-ffn-hidden-size 8 --seq-length 8 --micro-batch-size 1 --global-batch-size 1"
-    with pytest.raises(SystemExit, match="6 processes are no multiple"):
-        estimate.main([*command.split(), "--expert-model-parallel-size", "4"])
+    with pytest.raises(SystemExit) as ended:
+        layout = ["--expert-model-parallel-size", "4", "--num-attention-heads", "3"]
+        estimate.main([*command.split(), *layout])
+    assert "6 processes are no multiple of 4, the expert x expert-tensor x pipel" in str(
+        ended.value
+    )
+    assert "; --num-attention-heads 3 does not divide --hidden-size 8" in str(ended.value)
+    assert "tensor x pipeline x context" not in str(ended.value)
 
 
 MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8
