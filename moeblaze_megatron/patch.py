@@ -109,23 +109,19 @@ def found_at(core: Path, hunk: Hunk) -> str | None:
     return {(1, 0): "before", (0, 1): "after"}.get(counts)
 
 
-def is_applied(core: Path, patch: Patch) -> bool:
-    """Whether the tree holds the change of `patch`; raises Refused if not all or nothing of it."""
-    states = [found_at(core, hunk) for hunk in patch.hunks]
-    if set(states) == {"before"} or set(states) == {"after"}:
-        return states[0] == "after"
-    if None in states:
-        others = [
-            f"{core / hunk.path} near line {hunk.line}"
-            for hunk, state in zip(patch.hunks, states, strict=True)
-            if state is None
-        ]
-        raise Refused(
-            f"this tree differs from Megatron-Core {patch.release} ({patch.about}) where it would "
-            f"be changed: {'; '.join(others)}. {nearest(core)}"
-        )
+def states(core: Path, patch: Patch) -> list[str]:
+    """ "before" or "after" its change, of each place; raises Refused if one is neither."""
+    found = [found_at(core, hunk) for hunk in patch.hunks]
+    if None not in found:
+        return found
+    others = [
+        f"{core / hunk.path} near line {hunk.line}"
+        for hunk, state in zip(patch.hunks, found, strict=True)
+        if state is None
+    ]
     raise Refused(
-        f"{patch.file.name} is applied in part to {core}: restore its files, then apply it again"
+        f"this tree differs from Megatron-Core {patch.release} ({patch.about}) where it would be "
+        f"changed: {'; '.join(others)}. {nearest(core)}"
     )
 
 
@@ -164,17 +160,19 @@ def patch_for(core: Path) -> Patch:
 def change(core: Path, patch: Patch, revert: bool = False) -> list[str]:
     """Applies `patch` to the tree, or reverts it; returns the files that changed.
 
-    A tree that is as asked for already stays as it is. Reverting gives back the very bytes.
+    A tree that is as asked for already stays as it is, and one that is so in part is finished.
+    Reverting gives back the very bytes.
 
     Raises:
         Refused: the tree is not of this release, or a file cannot be written. Nothing is changed.
     """
-    if is_applied(core, patch) != revert:
-        return []
-    contents = {hunk.path: (core / hunk.path).read_bytes() for hunk in patch.hunks}
+    there = "after" if revert else "before"
+    found = zip(patch.hunks, states(core, patch), strict=True)
+    hunks = [hunk for hunk, state in found if state == there]
+    contents = {hunk.path: (core / hunk.path).read_bytes() for hunk in hunks}
     if locked := [path for path in contents if not os.access(core / path, os.W_OK)]:
         raise Refused(f"no permission to write {', '.join(str(core / path) for path in locked)}")
-    for hunk in patch.hunks:
+    for hunk in hunks:
         old, new = (hunk.after, hunk.before) if revert else (hunk.before, hunk.after)
         contents[hunk.path] = contents[hunk.path].replace(old, new)
     for path, content in contents.items():
@@ -205,19 +203,23 @@ def main(argv: list[str] | None = None) -> None:
     try:
         core = find_core(arguments.path)
         patch = patch_for(core)
-        before = is_applied(core, patch)
+        before = set(states(core, patch))
         if arguments.action != "check":
             change(core, patch, revert=arguments.action == "revert")
     except Refused as reason:
         sys.exit(f"moeblaze_megatron.patch: {reason}")
+    state = before.pop() if len(before) == 1 else "in part"
     what = {
-        ("check", False): f"not patched; {patch.file.name} applies",
-        ("check", True): f"patched with {patch.file.name}",
-        ("apply", False): f"patched with {patch.file.name}",
-        ("apply", True): f"was patched with {patch.file.name} already, nothing changed",
-        ("revert", True): f"{patch.file.name} taken out",
-        ("revert", False): "was not patched, nothing changed",
-    }[arguments.action, before]
+        ("check", "before"): f"not patched; {patch.file.name} applies",
+        ("check", "in part"): f"patched in part; --apply or --revert finishes {patch.file.name}",
+        ("check", "after"): f"patched with {patch.file.name}",
+        ("apply", "before"): f"patched with {patch.file.name}",
+        ("apply", "in part"): f"was patched in part, and is now, with {patch.file.name}",
+        ("apply", "after"): f"was patched with {patch.file.name} already, nothing changed",
+        ("revert", "before"): "was not patched, nothing changed",
+        ("revert", "in part"): f"was patched in part; {patch.file.name} taken out",
+        ("revert", "after"): f"{patch.file.name} taken out",
+    }[arguments.action, state]
     print(f"Megatron-Core {version_of(core)} in {core}: {what}")
 
 
