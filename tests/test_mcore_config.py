@@ -1,6 +1,8 @@
 """The table of refused settings, and what install() does to Megatron's parser and config."""
 
 import argparse
+import contextlib
+import io
 from pathlib import Path
 
 import mcore_worker as m
@@ -328,6 +330,24 @@ def test_command_line_reaches_the_config():
     config = core_transformer_config_from_args(args)
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is True
     assert config.moeblaze_workspace_mb is config.moeblaze_kernel_table is None
+
+
+@in_megatron
+def test_flags_without_effect_are_named_once():
+    """With a dispatcher that does not read them; the fp8 store is Megatron's own setting."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    flags = "--moeblaze-recompute-fc1 --moeblaze-workspace-mb 9 --activation-func-fp8-input-store"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for dispatcher in ("alltoall", "moeblaze --moe-router-topk 2"):
+            args = parse(f"{dispatcher} --disable-bias-linear {flags}")
+            args.activation_func_fp8_input_store &= dispatcher == "alltoall"
+            for _ in range(2):
+                core_transformer_config_from_args(args)
+    found = [line for line in said.getvalue().splitlines() if "without effect" in line]
+    names = "--moeblaze-workspace-mb, --moeblaze-recompute-fc1"
+    assert found == [f"without effect with alltoall: {names}"]
 
 
 @pytest.mark.parametrize("dispatcher", ["moeblaze", "alltoall"])

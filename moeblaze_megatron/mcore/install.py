@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import typing
 import warnings
@@ -143,6 +144,13 @@ def _with_flags(add_arguments: Callable) -> Callable:
     return wrapped
 
 
+@functools.cache
+def _say_without_effect(flags: tuple[str, ...], dispatcher: str) -> None:
+    """Once, on rank 0. No error: `compare` trains both dispatchers with the same flags."""
+    if flags and os.environ.get("RANK", "0") == "0":
+        print(f"without effect with {dispatcher}: {', '.join(flags)}", flush=True)
+
+
 def _with_flags_on_config(config_from_args: Callable) -> Callable:
     @functools.wraps(config_from_args)
     def wrapped(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -150,6 +158,10 @@ def _with_flags_on_config(config_from_args: Callable) -> Callable:
 
         chosen = args.moe_token_dispatcher_type == VALUE and args.num_experts
         reasons = unsupported_arguments(args) if chosen else []
+        if not chosen:
+            given = (name for name in (*FLAGS, "moeblaze_report_rows") if getattr(args, name, None))
+            flags = tuple(f"--{name.replace('_', '-')}" for name in given)
+            _say_without_effect(flags, args.moe_token_dispatcher_type)
         try:
             config = config_from_args(args, *rest, **kwargs)
         except UnsupportedSettings as error:
