@@ -94,6 +94,7 @@ def main() -> None:
     import torch
 
     from moeblaze_megatron.mcore import install
+    from moeblaze_megatron.mcore.config import UnsupportedSettings
     from moeblaze_megatron.mcore.cpu_mode import cpu_arguments, install_cpu_mode
 
     patched = install_cpu_mode(training=True)
@@ -126,6 +127,9 @@ def main() -> None:
     except SystemExit as end:
         if end.code:
             raise  # else training is over, as with Megatron's --exit-interval
+    except UnsupportedSettings as error:  # says all without a traceback, once
+        report(f"ValueError: {error}")
+        sys.exit(1)
     if recorder:
         recorder.finish()
     if "--moeblaze-report-rows" in arguments:
@@ -245,8 +249,11 @@ def repair_usage() -> None:
         def error(message: str) -> NoReturn:
             known = list(parser._option_string_actions)
             wrong = message.partition("unrecognized arguments:")[2].split()
+            if "--" in wrong:
+                message += "\n--: leave it out, what follows it is taken for no flag"
             for flag in (word.split("=")[0] for word in wrong if word.startswith("--")):
-                if near := difflib.get_close_matches(flag, known):
+                near = difflib.get_close_matches(flag, known)
+                if near and flag not in ("--", *known):
                     message += f"\n{flag}: did you mean {' or '.join(near)}?"
             parser.exit(2, f"{parser.prog}: error: {message}\n")
 

@@ -80,6 +80,24 @@ def test_typos_are_named(plain_env):
 
 
 @needs_megatron_on_cpu
+def test_dashes_alone_are_named(plain_env):
+    code, output = launch(*TINY, "--", "--lr", "1e-3", env=plain_env)
+    assert code == 2 and output.endswith(
+        "\n--: leave it out, what follows it is taken for no flag\n"
+    )
+
+
+@needs_megatron_on_cpu
+def test_unsupported_settings_end_the_output(plain_env):
+    """All of them, on one of the ranks, without the traceback of a fault."""
+    flags = "--moe-token-dispatcher-type moeblaze --moe-apply-probs-on-input --optimizer muon"
+    code, output = launch(*TINY, *flags.split(), env=plain_env, processes=2)
+    assert code == 1 and output.count("ValueError: moeblaze does not support:\n  moe_apply_p") == 1
+    assert output.count("\n  optimizer='muon'") == 1
+    assert "mcore/install.py" not in output
+
+
+@needs_megatron_on_cpu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
