@@ -1,5 +1,8 @@
 """Checkpoints between moeblaze and Megatron's own experts, optimizer state included."""
 
+from importlib.util import find_spec
+from unittest import mock
+
 import mcore_worker as m
 import pytest
 import torch
@@ -267,6 +270,65 @@ def test_distributed_optimizer_trains_and_saves(tmp_path):
     assert keys[0] == keys[1]
     moment = "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight"
     assert keys[0][moment] == (LAYERS, m.E, 2 * m.F, m.H)
+
+
+def te_layer(dispatcher, seed, **fields):
+    """The MoE layer of Transformer Engine's spec. Its modules need a GPU to run, not to be made."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    config = m.config(dispatcher, moe_grouped_gemm=True, **fields)
+    build = get_moe_module_spec(use_te=True, num_experts=m.E, moe_grouped_gemm=True)
+    m.seed(seed)
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        moe = build(config=config)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_()
+    return moe
+
+
+def te_tensors(experts):
+    """As `mcore_worker.expert_tensors`, of Transformer Engine's grouped linears, too."""
+    if not hasattr(experts.linear_fc1, "weight0"):
+        return m.expert_tensors(experts)
+    parameters = dict(experts.named_parameters())
+    kinds = {key.rstrip("0123456789") for key in parameters}
+    return {
+        kind.replace(".weight", "").replace(".", " "): torch.stack(
+            [parameters[f"{kind}{e}"].data for e in range(m.E)]
+        )
+        for kind in kinds
+    }
+
+
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is None, reason="needs Transformer Engine's own linears"
+)
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@in_megatron
+def test_checkpoints_of_transformer_engine(tmp_path, gate, bias):
+    """Distributed and plain, both ways, in the layer that its spec builds."""
+    from megatron.core import dist_checkpointing
+
+    fields = {"gated_linear_unit": gate, "add_bias_linear": bias}
+    for names in (("alltoall", "moeblaze"), ("moeblaze", "alltoall")):
+        source, *targets = (te_layer(names[i > 0], i, **fields) for i in range(3))
+        want = te_tensors(source.experts)
+        (tmp_path / names[0]).mkdir()
+        dist_checkpointing.save(source.sharded_state_dict("mlp."), tmp_path / names[0])
+        found = dist_checkpointing.load(targets[0].sharded_state_dict("mlp."), tmp_path / names[0])
+        states = (
+            {key.removeprefix("mlp."): value for key, value in found.items()},
+            (source.state_dict()),
+        )
+        for target, state in zip(targets, states, strict=True):
+            assert target.state_dict().keys() == source.state_dict().keys()
+            target.load_state_dict(state, strict=True)
+            got = te_tensors(target.experts)
+            assert got.keys() == want.keys()
+            for name, weight in got.items():
+                assert torch.equal(weight, want[name]), name
 
 
 LAYOUTS = {
