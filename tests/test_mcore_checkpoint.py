@@ -320,7 +320,7 @@ def test_checkpoints_of_transformer_engine(tmp_path, gate, bias):
         found = dist_checkpointing.load(targets[0].sharded_state_dict("mlp."), tmp_path / names[0])
         states = (
             {key.removeprefix("mlp."): value for key, value in found.items()},
-            (source.state_dict()),
+            source.state_dict(),
         )
         for target, state in zip(targets, states, strict=True):
             assert target.state_dict().keys() == source.state_dict().keys()
