@@ -56,7 +56,7 @@ UNSUPPORTED = {
 def check_supported(args: Namespace) -> None:
     """Raise ValueError naming every flag in `args` that this script cannot honour, or needs."""
     flags = [flag for name, flag in UNSUPPORTED.items() if getattr(args, name, None)]
-    if args.moe_token_dispatcher_type == "moeblaze":  # which refuses it in any script, and says so
+    if args.num_experts and args.moe_token_dispatcher_type == "moeblaze":  # refuses it itself
         flags = [flag for flag in flags if flag != UNSUPPORTED["overlap_moe_expert_parallel_comm"]]
     if flags:
         raise ValueError(

@@ -135,7 +135,7 @@ def test_script_refuses_by_name_what_it_cannot_do(plain_env):
 def test_the_script_sends_nobody_to_what_the_dispatcher_refuses(dispatcher):
     from moeblaze_megatron.pretrain_gpt import check_supported
 
-    asked = {"sft": True, "overlap_moe_expert_parallel_comm": True}
+    asked = {"sft": True, "overlap_moe_expert_parallel_comm": True, "num_experts": 4}
     with pytest.raises(ValueError, match="support: --sft") as error:
         check_supported(Namespace(moe_token_dispatcher_type=dispatcher, **asked))
     assert ("--overlap-moe" in str(error.value)) == (dispatcher == "alltoall")

@@ -136,10 +136,9 @@ def test_numbers_of_gpus_and_nodes_are_checked(name, number, path):
 def test_what_no_run_has_is_named_at_once(path):
     wrong = {"GPUS": "0", "DISPATCHER": "foo", "SCRIPT": "/no.py", "DATA": "/no/data"}
     code, output = run("moe_1b", "--lr", "1", "--dry-run", PATH=path, **wrong)
-    for words in ("GPUS=0 is", "DISPATCHER=foo is", "SCRIPT=/no.py is", "no /no/data.bin and"):
-        assert code == 2 and f"moe_1b.sh: {words}" in output.replace(
-            "DATA=/no/data: there are ", ""
-        )
+    data = "DATA=/no/data: there are no /no/data.bin and"
+    for words in ("GPUS=0 is", "DISPATCHER=foo is", "SCRIPT=/no.py is", data):
+        assert code == 2 and f"moe_1b.sh: {words}" in output
     assert "--dry-run has to be the first argument" in output
     code, output = run("moe_1b", "--dry-run", "--compare", PATH=path)
     assert code == 2 and "--compare has to be the first argument, and the only one" in output
@@ -324,11 +323,10 @@ def test_layouts_that_do_not_fit_are_refused():
     with pytest.raises(SystemExit) as ended:
         layout = ["--expert-model-parallel-size", "4", "--num-attention-heads", "3"]
         estimate.main([*command.split(), *layout])
-    assert "6 processes are no multiple of 4, the expert x expert-tensor x pipel" in str(
-        ended.value
-    )
-    assert "; --num-attention-heads 3 does not divide --hidden-size 8" in str(ended.value)
-    assert "tensor x pipeline x context" not in str(ended.value)
+    said = str(ended.value)
+    assert "6 processes are no multiple of 4, the expert x expert-tensor x pipel" in said
+    assert "; --num-attention-heads 3 does not divide --hidden-size 8" in said
+    assert "tensor x pipeline x context" not in said
 
 
 MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8

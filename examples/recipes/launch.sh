@@ -41,6 +41,16 @@ for WORD in "${@:2}"; do
         WRONG+=("$WORD has to be the first argument, and the only one of --dry-run and --compare")
     fi
 done
+if [[ ${1:-} == --compare ]]; then
+    if [[ -n $DISPATCHER ]]; then
+        WRONG+=("leave DISPATCHER=$DISPATCHER out: --compare trains with alltoall and moeblaze, or with \
+the two that --dispatchers names")
+    fi
+    if [[ $NODES =~ ^[1-9][0-9]*$ ]] && ((NODES > 1)); then
+        WRONG+=("--compare trains on one node, not on NODES=$NODES: set NODES=1, and after -- flags of \
+a layout that fits it")
+    fi
+fi
 if ((${#WRONG[@]})); then
     printf '%s\n' "${WRONG[@]/#/$0: }" >&2
     exit 2
@@ -59,16 +69,6 @@ fi
 
 if [[ ${1:-} == --compare ]]; then
     shift
-    if [[ -n $DISPATCHER ]]; then
-        echo "$0: leave DISPATCHER=$DISPATCHER out: --compare trains with alltoall and moeblaze, or" \
-            "with the two that --dispatchers names" >&2
-        exit 2
-    fi
-    if ((NODES > 1)); then
-        echo "$0: --compare trains on one node, not on NODES=$NODES: set NODES=1, and after --" \
-            "flags of a layout that fits it" >&2
-        exit 2
-    fi
     OPTIONS=()
     while (($#)) && [[ $1 != -- ]]; do
         OPTIONS+=("$1")

@@ -25,27 +25,25 @@ FLAGS = (
 def _with_config_check(post_init: Callable) -> Callable:
     @functools.wraps(post_init)
     def wrapped(self: Any) -> None:
-        from moeblaze_megatron.mcore.config import (
-            UnsupportedSettings,
-            check_config,
-            unsupported_reasons,
-        )
+        from moeblaze_megatron.mcore.config import UnsupportedSettings, unsupported_reasons
 
         chosen = self.moe_token_dispatcher_type == VALUE
         overlap = self.moe_shared_expert_overlap
-        # Megatron refuses it with dispatchers that it does not know; check_config does the rest.
+        # Megatron refuses it with dispatchers that it does not know; what follows does the rest.
         self.moe_shared_expert_overlap = overlap and not chosen
+        refusal = None
         try:
             post_init(self)
-        except (ValueError, AssertionError) as error:  # Megatron names one, which may need another
-            self.moe_shared_expert_overlap = overlap
-            reasons = unsupported_reasons(self) if chosen and self.num_moe_experts else []
-            if not reasons:
-                raise
-            raise UnsupportedSettings([*reasons, f"Megatron: {error}"]) from error
+        except (ValueError, AssertionError) as error:  # names one setting, and may advise another
+            refusal = error
         self.moe_shared_expert_overlap = overlap
-        if chosen and self.num_moe_experts:
-            check_config(self)
+        reasons = unsupported_reasons(self) if chosen and self.num_moe_experts else []
+        if refusal is not None:
+            if not reasons:
+                raise refusal
+            reasons.append(f"Megatron: {str(refusal) or repr(refusal)}")
+        if reasons:
+            raise UnsupportedSettings(reasons) from refusal
 
     return wrapped
 
@@ -145,10 +143,10 @@ def _with_flags(add_arguments: Callable) -> Callable:
 
 
 @functools.cache
-def _say_without_effect(flags: tuple[str, ...], dispatcher: str) -> None:
+def _say_without_effect(flags: tuple[str, ...], what: str) -> None:
     """Once, on rank 0. No error: `compare` trains both dispatchers with the same flags."""
     if flags and os.environ.get("RANK", "0") == "0":
-        print(f"without effect with {dispatcher}: {', '.join(flags)}", flush=True)
+        print(f"without effect with {what}: {', '.join(flags)}", flush=True)
 
 
 def _with_flags_on_config(config_from_args: Callable) -> Callable:
@@ -161,7 +159,8 @@ def _with_flags_on_config(config_from_args: Callable) -> Callable:
         if not chosen:
             given = (name for name in (*FLAGS, "moeblaze_report_rows") if getattr(args, name, None))
             flags = tuple(f"--{name.replace('_', '-')}" for name in given)
-            _say_without_effect(flags, args.moe_token_dispatcher_type)
+            what = args.moe_token_dispatcher_type if args.num_experts else "a dense model"
+            _say_without_effect(flags, what)
         try:
             config = config_from_args(args, *rest, **kwargs)
         except UnsupportedSettings as error:
