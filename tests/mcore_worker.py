@@ -126,13 +126,17 @@ def expert_tensors(experts: torch.nn.Module, attribute: str = "data") -> dict[st
     And "linear_fc1 bias" [E, 2F] and "linear_fc2 bias" [E, H], if it has them.
     """
     owners = getattr(experts, "local_experts", [experts])
+    one_by_one = owners != [experts] or hasattr(experts.linear_fc1, "weight0")
     tensors = {}
     for name in ("linear_fc1", "linear_fc2"):
+        parameters = [
+            (key.rstrip("0123456789"), getattr(parameter, attribute))
+            for owner in owners
+            for key, parameter in getattr(owner, name).named_parameters()
+        ]
         for kind, key in (("weight", name), ("bias", f"{name} bias")):
-            parameters = [getattr(getattr(owner, name), kind) for owner in owners]
-            if parameters[0] is not None:
-                values = [getattr(parameter, attribute) for parameter in parameters]
-                tensors[key] = values[0] if owners == [experts] else torch.stack(values)
+            if values := [value for of, value in parameters if of == kind]:
+                tensors[key] = torch.stack(values) if one_by_one else values[0]
     return tensors
 
 

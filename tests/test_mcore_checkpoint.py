@@ -287,20 +287,6 @@ def te_layer(dispatcher, seed, **fields):
     return moe
 
 
-def te_tensors(experts):
-    """As `mcore_worker.expert_tensors`, of Transformer Engine's grouped linears, too."""
-    if not hasattr(experts.linear_fc1, "weight0"):
-        return m.expert_tensors(experts)
-    parameters = dict(experts.named_parameters())
-    kinds = {key.rstrip("0123456789") for key in parameters}
-    return {
-        kind.replace(".weight", "").replace(".", " "): torch.stack(
-            [parameters[f"{kind}{e}"].data for e in range(m.E)]
-        )
-        for kind in kinds
-    }
-
-
 @pytest.mark.skipif(
     find_spec("transformer_engine") is None, reason="needs Transformer Engine's own linears"
 )
@@ -314,7 +300,7 @@ def test_checkpoints_of_transformer_engine(tmp_path, gate, bias):
     fields = {"gated_linear_unit": gate, "add_bias_linear": bias}
     for names in (("alltoall", "moeblaze"), ("moeblaze", "alltoall")):
         source, *targets = (te_layer(names[i > 0], i, **fields) for i in range(3))
-        want = te_tensors(source.experts)
+        want = m.expert_tensors(source.experts)
         (tmp_path / names[0]).mkdir()
         dist_checkpointing.save(source.sharded_state_dict("mlp."), tmp_path / names[0])
         found = dist_checkpointing.load(targets[0].sharded_state_dict("mlp."), tmp_path / names[0])
@@ -325,7 +311,7 @@ def test_checkpoints_of_transformer_engine(tmp_path, gate, bias):
         for target, state in zip(targets, states, strict=True):
             assert target.state_dict().keys() == source.state_dict().keys()
             target.load_state_dict(state, strict=True)
-            got = te_tensors(target.experts)
+            got = m.expert_tensors(target.experts)
             assert got.keys() == want.keys()
             for name, weight in got.items():
                 assert torch.equal(weight, want[name]), name
