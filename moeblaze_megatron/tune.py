@@ -58,7 +58,7 @@ KNOBS = {
     Ring: (
         [
             {"multiply_registers": 168, "load_registers": 176, "finish_registers": None},
-            {"multiply_registers": 160, "load_registers": 88, "finish_registers": 104},
+            {"multiply_registers": 160, "load_registers": 96, "finish_registers": 96},
         ],
         [{"group": group} for group in (2, 4, 8, 16, 32)],
     ),

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import triton
-from packaging.version import Version
 
 from moeblaze_megatron.aot import MAX_SHARED, Resources, as_table
 
@@ -35,6 +33,15 @@ with aot.compiling(90) as compiled, aot.on_meta():
     for workspace_bytes in (1, 2**40):
         aot.step(torch.bfloat16, "swiglu", False, workspace_bytes)
         print(sum(kernel.name == "_rows_hopper_kernel" for kernel in compiled))
+"""
+
+FC2_DGRAD = """
+import torch
+from moeblaze_megatron import aot
+with aot.compiling(90) as compiled, aot.on_meta():
+    aot.step(torch.bfloat16, "swiglu", False, 2**40)
+kernels = [kernel for kernel in compiled if "fc2_dgrad" in kernel.src.constants.values()]
+print(*(kernel.asm["ttgir"] for kernel in kernels))
 """
 
 
@@ -74,12 +81,13 @@ def test_every_kernel_is_compiled(compiled):
 
 
 def test_no_spills_in_bf16_on_sm_90(compiled):
-    """But for two registers of a thread beside a bias, with the compiler of Triton 3.8."""
+    """But for two registers of a thread beside a bias, and six where a clamp's backward is."""
+
+    def allowed(words: list[str]) -> int:
+        return 8 if "bias" in words else 24 if {"fc2_dgrad", "clamp"} <= set(words) else 0
+
     rows = compiled(90, "bfloat16")
-    beside_bias = 8 if Version(triton.__version__) >= Version("3.8") else 0
-    spilling = [
-        row for row in rows if row.spilled > (beside_bias if "bias" in row.variant.split() else 0)
-    ]
+    spilling = [row for row in rows if row.spilled > allowed(row.variant.split())]
     assert not spilling, "\n" + as_table(spilling)
 
 
@@ -92,6 +100,14 @@ def test_columns_of_a_slice_are_no_constant(plain_env):
     """They change with the rows received, from step to step, where nothing may be compiled."""
     narrow, both = map(int, printed("-c", WIDTHS, env=plain_env).split())
     assert narrow == both > 0
+
+
+def test_reads_are_over_before_tma_overwrites(plain_env):
+    """Loads by threads may be on their way when a barrier is said; TMA would overtake them."""
+    code = printed("-c", FC2_DGRAD, env=plain_env)
+    said = re.findall(r"local_load|fence_async_shared|arrive_barrier", code)
+    reads = ["local_load"] * 4  # gate and up, twice
+    assert " ".join([*reads, "fence_async_shared", "arrive_barrier"]) in " ".join(said)
 
 
 @pytest.mark.parametrize("arch", MAX_SHARED)

@@ -193,7 +193,7 @@ def test_a_dry_run_lists_what_hopper_runs(plain_env):
         assert f"  {kernel} " in result.stdout
     assert "in use: stages=3 group=8" in result.stdout
     assert "try: group=2; group=4; group=16; group=32" in result.stdout
-    sixteen = "try: multiply_registers=160 load_registers=88 finish_registers=104"
+    sixteen = "try: multiply_registers=160 load_registers=96 finish_registers=96"
     assert result.stdout.count(sixteen) == 4, result.stdout  # fc1, fc2 and the dgrads
 
 

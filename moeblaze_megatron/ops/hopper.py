@@ -1,11 +1,11 @@
 """The GEMMs of `gemm` for Hopper GPUs in bf16 and fp16, written in Gluon.
 
 One persistent program a multiprocessor, whose warps share the work. Rows times a weight (fc1, fc2
-and the gradients of their inputs): two or four warps fill a ring of shared-memory stages, through
+and the gradients of their inputs): one or two warps fill a ring of shared-memory stages, through
 TMA and, for rows looked up by index, through asynchronous copies; two warpgroups multiply with
-wgmma, each half the rows of a tile, and hand the product over in shared memory; as many warps as
-load finish it (activation and probability, or their backward) and write it out, while the next tile
-is multiplied.
+wgmma, each half the rows of a tile, and hand the product over in shared memory; two or four warps
+finish it (activation and probability, or their backward) and write it out, while the next tile is
+multiplied, and one brings what they need beside the product.
 Weight gradients: much the same, but the multipliers write their few sums themselves.
 
 Products are the plain kernels' bit for bit; the activation is computed from fc1_output as it is
@@ -121,13 +121,13 @@ def _row_tile(
 
 
 @gluon.jit
-def _barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Of the ring: `empty`, which both multipliers say, and `ready`, after so many arrivals."""
+def _barriers(STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr):
+    """Of a ring: `empty`, which so many readers say, and `ready`, after so many arrivals."""
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=2)
-        mbarrier.init(ready.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=READERS)
+        mbarrier.init(ready.index(i), count=WRITERS)
     return empty, ready
 
 
@@ -179,7 +179,10 @@ def _load_rows(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Two or four warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each."""
+    """One or two warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each.
+
+    A thread holds the addresses of its rows, which leaves few registers for the next tile's tokens.
+    """
     COLS: gl.constexpr = BLOCK_N // PARTS
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
         0 if GATHER else a_desc.block_type.nbytes
@@ -187,7 +190,7 @@ def _load_rows(
     MIDDLE: gl.constexpr = K // 2 // BLOCK_K * BLOCK_K
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     depth = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
+    r = gl.arange(0, BLOCK_R, gl.BlockedLayout([1], [32], [WARPS], [0]))
     step = 0
     programs = gl.num_programs(0)
     expert, row_start, row_end, col = _row_tile(
@@ -196,17 +199,19 @@ def _load_rows(
     )  # fmt: skip
     if GATHER:
         rows = row_start + r
-        token = gl.load(expert_token_indices_ptr + rows, mask=rows < row_end, other=0)
+        next_token = gl.load(expert_token_indices_ptr + rows, mask=rows < row_end, other=0)
     for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * num_cols, programs):
         next_expert, next_row_start, next_row_end, next_col = _row_tile(
             index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
             num_cols, GROUP,
         )  # fmt: skip
+        if GATHER:
+            token = gl.convert_layout(next_token, gl.SliceLayout(1, layout)).to(gl.int64)
         if expert >= 0:
             n0 = n_start + col * COLS
             first = expert * weight_rows
             if GATHER:
-                ptrs = a_ptr + token.to(gl.int64)[:, None] * K + depth[None, :]
+                ptrs = a_ptr + token[:, None] * K + depth[None, :]
             for k0 in range(0, K, BLOCK_K):
                 stage = _await_empty(empty, step, STAGES)
                 bar = ready.index(stage)
@@ -226,10 +231,11 @@ def _load_rows(
                 if GATHER:
                     async_copy.async_copy_global_to_shared(a_stages.index(stage), ptrs + k0)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
+                    # In the loop: without this branch the compiler would count up every address.
                     if k0 == MIDDLE:
                         rows = next_row_start + r
                         inside = rows < next_row_end
-                        token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
+                        next_token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
                 else:
                     tma.async_copy_global_to_shared(
                         a_desc, [row_start, k0], bar, a_stages.index(stage)
@@ -237,7 +243,8 @@ def _load_rows(
                 step += 1
         elif GATHER:
             rows = next_row_start + r
-            token = gl.load(expert_token_indices_ptr + rows, mask=rows < next_row_end, other=0)
+            inside = rows < next_row_end
+            next_token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
         expert, row_start, row_end, col = next_expert, next_row_start, next_row_end, next_col
 
 
@@ -308,6 +315,18 @@ def _multiply(
     if not NARROW:
         acc, right = _halves(acc)
     return acc, right, step
+
+
+@gluon.jit
+def _widened(value):
+    """As fp32; bf16, two elements to a register, by one instruction each."""
+    if value.dtype != gl.bfloat16:
+        return value.to(gl.float32)
+    bits = gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [value], dtype=gl.int32,
+        is_pure=True, pack=2,
+    )  # fmt: skip
+    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -526,27 +545,58 @@ def _finish_fc1(
 
 
 @gluon.jit
-def _fetch_saved(
-    i, fc1_output_desc, saved, loaded, row, f0, F: gl.constexpr, GATED: gl.constexpr,
-    PAIRS: gl.constexpr,
-):  # fmt: skip
-    """Gate and up of the i-th two pieces of a half, by TMA."""
-    PART_N: gl.constexpr = saved.shape[2]
-    SIDES: gl.constexpr = 2 if GATED else 1
-    slot = i % loaded.shape[0]
-    bar = loaded.index(slot)
-    mbarrier.expect(bar, 2 * SIDES * fc1_output_desc.block_type.nbytes)
-    for part in gl.static_range(2):
-        for side in gl.static_range(SIDES):
-            tma.async_copy_global_to_shared(
-                fc1_output_desc,
-                [
-                    row + i // PAIRS * saved.shape[1],
-                    side * F + f0 + (i % PAIRS * 2 + part) * PART_N,
-                ],
-                bar,
-                saved.index(2 * SIDES * slot + SIDES * part + side),
-            )
+def _fetch_rows(
+    fc1_output_desc,
+    saved,
+    loaded,
+    taken,
+    tile_expert_ptr,  # [num_tiles]
+    tile_row_start_ptr,  # [num_tiles]
+    tile_row_end_ptr,  # [num_tiles]
+    num_tiles,
+    num_cols,
+    F: gl.constexpr,
+    STEP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HALF_R: gl.constexpr,
+    COLS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """One warp: fc1_output for `_finish_fc2_dgrad`, by TMA, as far ahead as `saved` has room."""
+    if STEP == "fc2_dgrad":
+        SIDES: gl.constexpr = 2 if ACTIVATION.gated else 1
+        PIECE_R: gl.constexpr = saved.shape[1]
+        PART_N: gl.constexpr = saved.shape[2]
+        PAIRS: gl.constexpr = COLS // PART_N // 2
+        SLOTS: gl.constexpr = loaded.shape[0]
+        programs = gl.num_programs(0)
+        expert, row_start, row_end, col = _row_tile(
+            gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+            num_cols, GROUP,
+        )  # fmt: skip
+        pieces = gl.cdiv(num_tiles, GROUP) * GROUP * num_cols
+        for index in range(gl.program_id(0), pieces, programs):
+            next_expert, next_row_start, next_row_end, next_col = _row_tile(
+                index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
+                num_cols, GROUP,
+            )  # fmt: skip
+            for half in range(2):
+                row = row_start + half * HALF_R
+                if (expert >= 0) & (row < row_end):
+                    for i in range(HALF_R // PIECE_R * PAIRS):
+                        slot = _await_empty(taken, i, SLOTS)
+                        bar = loaded.index(slot)
+                        mbarrier.expect(bar, 2 * SIDES * fc1_output_desc.block_type.nbytes)
+                        for part in gl.static_range(2):
+                            n = col * COLS + (i % PAIRS * 2 + part) * PART_N
+                            for side in gl.static_range(SIDES):
+                                tma.async_copy_global_to_shared(
+                                    fc1_output_desc,
+                                    [row + i // PAIRS * PIECE_R, side * F + n],
+                                    bar,
+                                    saved.index(2 * SIDES * slot + SIDES * part + side),
+                                )
+            expert, row_start, row_end, col = next_expert, next_row_start, next_row_end, next_col
 
 
 @gluon.jit
@@ -556,28 +606,19 @@ def _finish_fc2_dgrad(
     half,
     saved,
     loaded,
-    full,
-    turn,
+    taken,
     fc1_output_ptr,  # [R, 2F] or [R, F] in; grad_fc1_output out
-    fc1_output_desc,
     act_ptr,  # [R, F]
     permuted_probs_ptr,  # [R]
     grad_permuted_probs_ptr,  # [R], of these columns
     row,
     end,
     f0,
-    fetched,  # whether this half's first pieces are on their way
-    more,  # whether another half follows
-    next_row,
-    next_f0,
     F: gl.constexpr,
     ACTIVATION: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """`activation.activation_backward` by pieces, for which fc1_output is fetched ahead.
-
-    The last ones ask for the first of the half that follows.
-    """
+    """`activation.activation_backward` by pieces, of which `_fetch_rows` brings fc1_output."""
     GATED: gl.constexpr = ACTIVATION.gated
     SIDES: gl.constexpr = 2 if GATED else 1
     PIECE_R: gl.constexpr = pieces.shape[1]
@@ -589,33 +630,30 @@ def _finish_fc2_dgrad(
     WIDTH: gl.constexpr = 2 * F if GATED else F
     dtype: gl.constexpr = act_ptr.dtype.element_ty
     gl.static_assert(HEIGHT * PAIRS % (2 * SLOTS) == 0)  # so that every half begins alike
-    if not fetched:
-        for i in range(SLOTS):
-            _fetch_saved(i, fc1_output_desc, saved, loaded, row, f0, F, GATED, PAIRS)
     r = row + gl.arange(0, PIECE_R, gl.SliceLayout(1, layout))
     next_prob = gl.load(permuted_probs_ptr + r, mask=r < end, other=0.0)
-    mbarrier.wait(full.index(half), turn & 1)
     for height in range(HEIGHT):
         prob = next_prob[:, None]
         next_prob = gl.load(permuted_probs_ptr + r + PIECE_R, mask=r + PIECE_R < end, other=0.0)
         first = row + height * PIECE_R
         grad_probs = gl.zeros((PIECE_R, PART_N), gl.float32, layout)
         for pair in range(PAIRS):
-            i = height * PAIRS + pair
-            slot = i % SLOTS
-            mbarrier.wait(loaded.index(slot), i // SLOTS & 1)
+            slot = _await(loaded, height * PAIRS + pair, SLOTS)
+            place = 2 * SIDES * slot
+            gates = saved.index(place).load(layout), saved.index(place + SIDES).load(layout)
+            ups = gates
+            if GATED:
+                ups = saved.index(place + 1).load(layout), saved.index(place + 3).load(layout)
+            fence_async_shared()  # or TMA, another proxy, would overtake loads on their way
+            mbarrier.arrive(taken.index(slot), count=1)
             for part in gl.static_range(2):
                 f = f0 + (2 * pair + part) * PART_N
                 inside = (r < end)[:, None]
                 if F % (PARTS * PART_N) != 0:
                     inside = inside & (f < F)
                 piece = (half * PARTS + 2 * pair + part) * HEIGHT + height
-                grad_act = pieces.index(piece).load(layout).to(gl.float32)
-                place = 2 * SIDES * slot + SIDES * part
-                gate = saved.index(place).load(layout).to(gl.float32)
-                up = gate
-                if GATED:
-                    up = saved.index(place + 1).load(layout).to(gl.float32)
+                grad_act = _widened(pieces.index(piece).load(layout))
+                gate, up = _widened(gates[part]), _widened(ups[part])
                 value, slope = _value_and_slope(clamped_gate(gate, ACTIVATION), ACTIVATION)
                 grad = grad_act * prob
                 gate_ptrs = _piece(fc1_output_ptr, first, f, WIDTH, PIECE_R, PART_N, layout)
@@ -634,12 +672,6 @@ def _finish_fc2_dgrad(
                 if F % (PARTS * PART_N) != 0:
                     value = gl.where(inside, value, 0.0)
                 grad_probs += grad_act * value
-            here = i + SLOTS < HEIGHT * PAIRS
-            if here | more:
-                _fetch_saved(
-                    (i + SLOTS) % (HEIGHT * PAIRS), fc1_output_desc, saved, loaded,
-                    gl.where(here, row, next_row), gl.where(here, f0, next_f0), F, GATED, PAIRS,
-                )  # fmt: skip
         gl.store(grad_permuted_probs_ptr + r, gl.sum(grad_probs, 1), mask=r < end)
         r += PIECE_R
 
@@ -656,6 +688,7 @@ def _finish_rows(
     pieces,
     saved,
     loaded,
+    taken,
     full,
     free,
     tile_expert_ptr,  # [num_tiles]
@@ -678,7 +711,6 @@ def _finish_rows(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     turn = 0
-    fetched = False
     programs = gl.num_programs(0)
     expert, row_start, end, col = _row_tile(
         gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
@@ -693,32 +725,23 @@ def _finish_rows(
             n0 = col * COLS
             for half in range(2):
                 row = row_start + half * products.shape[1]
+                mbarrier.wait(full.index(half), turn & 1)
                 if row < end:
-                    if STEP == "fc2_dgrad":
-                        both = (half == 0) & (row + products.shape[1] < end)
-                        more = both | (next_expert >= 0)
-                        _finish_fc2_dgrad(
-                            products, pieces, half, saved, loaded, full, turn, out_ptr, out_desc,
-                            act_ptr, permuted_probs_ptr,
-                            grad_permuted_probs_ptr + col.to(gl.int64) * R, row, end, n0, fetched,
-                            more, gl.where(both, row + products.shape[1], next_row_start),
-                            gl.where(both, n0, next_col * COLS), F, ACTIVATION, layout,
+                    if STEP == "fc1":
+                        _finish_fc1(
+                            products, pieces, half, out_ptr, out_desc, act_ptr, permuted_probs_ptr,
+                            row, end, n0, F, ACTIVATION, SAVE, layout,
                         )  # fmt: skip
-                        fetched = more
+                    elif STEP == "fc2_dgrad":
+                        _finish_fc2_dgrad(
+                            products, pieces, half, saved, loaded, taken, out_ptr, act_ptr,
+                            permuted_probs_ptr, grad_permuted_probs_ptr + col.to(gl.int64) * R,
+                            row, end, n0, F, ACTIVATION, layout,
+                        )  # fmt: skip
                     else:
-                        mbarrier.wait(full.index(half), turn & 1)
-                        if STEP == "fc1":
-                            _finish_fc1(
-                                products, pieces, half, out_ptr, out_desc, act_ptr,
-                                permuted_probs_ptr, row, end, n0, F, ACTIVATION, SAVE, layout,
-                            )  # fmt: skip
-                        else:
-                            _finish_product(
-                                products, pieces, half, out_ptr, out_desc, row, end, n0, cols,
-                                layout,
-                            )  # fmt: skip
-                else:
-                    mbarrier.wait(full.index(half), turn & 1)
+                        _finish_product(
+                            products, pieces, half, out_ptr, out_desc, row, end, n0, cols, layout
+                        )
                 mbarrier.arrive(free.index(half), count=1)
             turn += 1
         expert, row_start, end, col = next_expert, next_row_start, next_end, next_col
@@ -792,20 +815,18 @@ def _rows_hopper_kernel(
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    saved, loaded = pieces, full
-    if STEP == "fc2_dgrad":
-        saved = gl.allocate_shared_memory(dtype, [SAVED, PIECE_R, PART_N], part_layout)
-        SLOTS: gl.constexpr = SAVED // 4 if ACTIVATION.gated else SAVED // 2
-        loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(SLOTS):
-            mbarrier.init(loaded.index(i), count=1)
-    NARROW: gl.constexpr = FINISH_REGISTERS is not None
-    WARPS: gl.constexpr = 4 if NARROW else 2  # that load, and as many that finish
-    empty, ready = _barriers(STAGES, 32 * WARPS + 1 if GATHER else 1)
     if STEP == "":  # of a workspace's slice, whose width changes with the rows
         num_cols = gl.cdiv(cols, BLOCK_N)
     else:
         num_cols: gl.constexpr = (F * HALVES + BLOCK_N - 1) // BLOCK_N
+    NARROW: gl.constexpr = FINISH_REGISTERS is not None
+    WARPS: gl.constexpr = 4 if NARROW else 2  # that finish
+    saved, loaded, taken = pieces, full, free
+    if STEP == "fc2_dgrad":
+        saved = gl.allocate_shared_memory(dtype, [SAVED, PIECE_R, PART_N], part_layout)
+        SLOTS: gl.constexpr = SAVED // 4 if ACTIVATION.gated else SAVED // 2
+        taken, loaded = _barriers(SLOTS, 1, 1)
+    empty, ready = _barriers(STAGES, 2, 16 * WARPS + 1 if GATHER else 1)
     gl.warp_specialize(
         [
             (
@@ -830,7 +851,7 @@ def _rows_hopper_kernel(
                 _finish_rows,
                 (
                     out_ptr, out_desc, act_ptr, permuted_probs_ptr, grad_permuted_probs_ptr, R,
-                    products, pieces, saved, loaded, full, free, tile_expert_ptr,
+                    products, pieces, saved, loaded, taken, full, free, tile_expert_ptr,
                     tile_row_start_ptr, tile_row_end_ptr, num_tiles, cols, num_cols, F, STEP,
                     ACTIVATION, SAVE, BLOCK_N // HALVES, GROUP, WARPS,
                 ),
@@ -841,12 +862,23 @@ def _rows_hopper_kernel(
                     a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
                     expert_token_indices_ptr, tile_expert_ptr, tile_row_start_ptr,
                     tile_row_end_ptr, num_tiles, n_start, weight_rows, num_cols, K, GATHER,
-                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, WARPS,
+                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, WARPS // 2,
+                ),
+            ),
+            (
+                _fetch_rows,
+                (
+                    out_desc, saved, loaded, taken, tile_expert_ptr, tile_row_start_ptr,
+                    tile_row_end_ptr, num_tiles, num_cols, F, STEP, ACTIVATION, HALF_R, BLOCK_N,
+                    GROUP,
                 ),
             ),
         ],
-        [4, WARPS, WARPS],
-        [MULTIPLY_REGISTERS, FINISH_REGISTERS if NARROW else LOAD_REGISTERS, LOAD_REGISTERS],
+        [4, WARPS, WARPS // 2, 1],
+        [
+            MULTIPLY_REGISTERS, FINISH_REGISTERS if NARROW else LOAD_REGISTERS, LOAD_REGISTERS,
+            LOAD_REGISTERS,
+        ],
     )  # fmt: skip
 
 
@@ -1040,10 +1072,10 @@ def _write_tile(
 @gluon.jit
 def _copy(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.constexpr):
     """One stage of a weight gradient by asynchronous copies; what is outside becomes zero."""
-    c = c0 + gl.arange(0, stage.shape[1], gl.SliceLayout(0, layout))
-    ptrs = ptr + row.to(gl.int64)[:, None] * WIDTH + c[None, :]
+    c = gl.arange(0, stage.shape[1], gl.SliceLayout(0, layout))
+    ptrs = (ptr + c0) + row.to(gl.int64)[:, None] * WIDTH + c[None, :]
     async_copy.async_copy_global_to_shared(
-        stage, ptrs, mask=in_expert[:, None] & (c < WIDTH)[None, :]
+        stage, ptrs, mask=in_expert[:, None] & (c < WIDTH - c0)[None, :]
     )
 
 
@@ -1303,7 +1335,7 @@ def _wgrad_hopper_kernel(
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
     buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
-    empty, ready = _barriers(STAGES, 2)
+    empty, ready = _barriers(STAGES, 2, 2)
     copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(copied.index(i), count=64)
