@@ -181,7 +181,8 @@ def _load_rows(
 ):
     """One or two warps: all by TMA, but rows to look up by asynchronous copies, 16 bytes each.
 
-    A thread holds the addresses of its rows, which leaves few registers for the next tile's tokens.
+    A thread holds the addresses of its rows, which leaves few registers: of the next tile's tokens
+    each is held by one thread, until that tile begins.
     """
     COLS: gl.constexpr = BLOCK_N // PARTS
     BYTES: gl.constexpr = PARTS * weight_desc.block_type.nbytes + (
@@ -231,7 +232,8 @@ def _load_rows(
                 if GATHER:
                     async_copy.async_copy_global_to_shared(a_stages.index(stage), ptrs + k0)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
-                    # In the loop: without this branch the compiler would count up every address.
+                    # By a branch in the loop: else the compiler keeps and steps on two addresses
+                    # of each row.
                     if k0 == MIDDLE:
                         rows = next_row_start + r
                         inside = rows < next_row_end
@@ -574,8 +576,8 @@ def _fetch_rows(
             gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
             num_cols, GROUP,
         )  # fmt: skip
-        pieces = gl.cdiv(num_tiles, GROUP) * GROUP * num_cols
-        for index in range(gl.program_id(0), pieces, programs):
+        count = gl.cdiv(num_tiles, GROUP) * GROUP * num_cols
+        for index in range(gl.program_id(0), count, programs):
             next_expert, next_row_start, next_row_end, next_col = _row_tile(
                 index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
                 num_cols, GROUP,
@@ -639,11 +641,14 @@ def _finish_fc2_dgrad(
         grad_probs = gl.zeros((PIECE_R, PART_N), gl.float32, layout)
         for pair in range(PAIRS):
             slot = _await(loaded, height * PAIRS + pair, SLOTS)
-            place = 2 * SIDES * slot
+            place = 2 * SIDES * slot  # of the first part's gate; the second's is SIDES further
             gates = saved.index(place).load(layout), saved.index(place + SIDES).load(layout)
             ups = gates
             if GATED:
-                ups = saved.index(place + 1).load(layout), saved.index(place + 3).load(layout)
+                ups = (
+                    saved.index(place + 1).load(layout),
+                    saved.index(place + SIDES + 1).load(layout),
+                )
             fence_async_shared()  # or TMA, another proxy, would overtake loads on their way
             mbarrier.arrive(taken.index(slot), count=1)
             for part in gl.static_range(2):
@@ -821,12 +826,13 @@ def _rows_hopper_kernel(
         num_cols: gl.constexpr = (F * HALVES + BLOCK_N - 1) // BLOCK_N
     NARROW: gl.constexpr = FINISH_REGISTERS is not None
     WARPS: gl.constexpr = 4 if NARROW else 2  # that finish
-    saved, loaded, taken = pieces, full, free
+    LOAD_WARPS: gl.constexpr = WARPS // 2
+    saved, loaded, taken = pieces, full, free  # which the other steps do not use
     if STEP == "fc2_dgrad":
         saved = gl.allocate_shared_memory(dtype, [SAVED, PIECE_R, PART_N], part_layout)
         SLOTS: gl.constexpr = SAVED // 4 if ACTIVATION.gated else SAVED // 2
         taken, loaded = _barriers(SLOTS, 1, 1)
-    empty, ready = _barriers(STAGES, 2, 16 * WARPS + 1 if GATHER else 1)
+    empty, ready = _barriers(STAGES, 2, 32 * LOAD_WARPS + 1 if GATHER else 1)
     gl.warp_specialize(
         [
             (
@@ -862,7 +868,7 @@ def _rows_hopper_kernel(
                     a_ptr, a_desc, weight_desc, a_stages, weight_stages, empty, ready,
                     expert_token_indices_ptr, tile_expert_ptr, tile_row_start_ptr,
                     tile_row_end_ptr, num_tiles, n_start, weight_rows, num_cols, K, GATHER,
-                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, WARPS // 2,
+                    N_FIRST, HALVES, BLOCK_R, BLOCK_N, BLOCK_K, GROUP, STAGES, LOAD_WARPS,
                 ),
             ),
             (
@@ -874,7 +880,7 @@ def _rows_hopper_kernel(
                 ),
             ),
         ],
-        [4, WARPS, WARPS // 2, 1],
+        [4, WARPS, LOAD_WARPS, 1],
         [
             MULTIPLY_REGISTERS, FINISH_REGISTERS if NARROW else LOAD_REGISTERS, LOAD_REGISTERS,
             LOAD_REGISTERS,

@@ -89,9 +89,9 @@ class Tile:
 class Ring:
     """Of a Hopper kernel: stages of its ring, row tiles that walk the columns together, registers.
 
-    Eight warps multiply with so many registers a thread, the four others run with so many. Of rows
-    times a weight two of those finish what the eight multiply; given `finish_registers`, four
-    more do, with so many each.
+    Eight warps multiply with so many registers a thread, four others load, fetch and, of rows times
+    a weight, finish (two of them) with so many. Given `finish_registers`, four more warps finish in
+    their place, with so many each.
     """
 
     stages: int
