@@ -82,12 +82,12 @@ def test_every_kernel_is_compiled(compiled):
 
 
 def test_no_spills_in_bf16_on_sm_90(compiled):
-    """But with a clamp for two registers of a thread beside a bias, six beside fc2's dgrad."""
+    """But with a clamp for two registers of a thread beside a bias, up to six in fc2's dgrad."""
 
     def allowed(words: set[str]) -> int:
-        if {"fc2_dgrad", "clamp", "offset"} <= words:
-            return 24
-        return 8 if {"bias", "clamp"} <= words else 0
+        if "clamp" in words:
+            return 24 if "fc2_dgrad" in words else 8 if "bias" in words else 0
+        return 0
 
     rows = compiled(90, "bfloat16")
     spilling = [row for row in rows if row.spilled > allowed(set(row.variant.split()))]

@@ -677,10 +677,16 @@ def test_on_a_side_stream():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("F", [768, 4096])
-def test_repeats_bitwise_while_the_gpu_is_busy(F):
-    """A race shows rarely: 300 repeats, with other work between them to shift their timing."""
-    case = Case(8192, 1024, F, 32, 4, "repeats")
+@pytest.mark.parametrize(
+    "H, F, activation",
+    [(1024, 768, "swiglu"), (1024, 4096, "swiglu"), (1024, 4096, "silu"), (2048, 896, "swiglu")],
+)
+def test_repeats_bitwise_while_the_gpu_is_busy(H, F, activation):
+    """A race shows rarely: 300 repeats, with other work between them to shift their timing.
+
+    On Hopper with sixteen warps and with twelve, pieces of both sizes, columns that end in a tile.
+    """
+    case = Case(8192, H, F, 32, 4, "repeats", activation=activation)
     ids, probs = routing(case, "cuda")
     t = operands(case, "cuda", torch.bfloat16)
     leaves = leaves_of(t)
@@ -688,7 +694,9 @@ def test_repeats_bitwise_while_the_gpu_is_busy(F):
     other = torch.randn(1024, 1024, device="cuda")
 
     def step():
-        out = moeblaze_experts(*leaves[:3], topk_indices=ids, topk_probs=probs)
+        out = moeblaze_experts(
+            *leaves[:3], topk_indices=ids, topk_probs=probs, activation=activation
+        )
         return (out.detach(), *torch.autograd.grad(out, leaves, t["grad_output"]))
 
     want = step()

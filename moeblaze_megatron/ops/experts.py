@@ -301,9 +301,9 @@ def _gathered(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Rows of x by token in column slices, or x itself where the kernel had better look them up.
 
-    A copy and plain loads are the faster way where the other operand of the weight gradient is
-    `width` columns wide or more, until the copy is cut into many narrow slices, each of which
-    reads that operand again.
+    In plain Triton a copy and plain loads are the faster way where the other operand of the weight
+    gradient is `width` columns wide or more, until the copy is cut into many narrow slices, each of
+    which reads that operand again.
     """
     cols = slice_columns(x.shape[1], lists.max_rows, x.element_size(), workspace_bytes)
     slices = cdiv(x.shape[1], cols)
