@@ -6,8 +6,7 @@ TMA and, for rows looked up by index, through asynchronous copies; two warpgroup
 wgmma, each half the rows of a tile, and hand the product over in shared memory; two or four warps
 finish it (activation and probability, or their backward) and write it out, while the next tile is
 multiplied, and one brings what they need beside the product.
-Weight gradients: much the same, but four warps load and the multipliers write their few sums
-themselves.
+Weight gradients: much the same, but the multipliers write their few sums themselves.
 
 Products are the plain kernels' bit for bit; the activation is computed from fc1_output as it is
 saved, rounded, and SiLU in fewer instructions.
@@ -1104,16 +1103,40 @@ def _weight_tile(
 
 
 @gluon.jit
-def _load_wgrad(
-    quarter: gl.constexpr,  # of a step's rows, this warp's
+def _announce_wgrad(
+    copied,
+    ready,
+    expert_token_offsets_ptr,  # [E+1]
+    pieces,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp: passes `copied` on as `ready`; copies come by another proxy than wgmma reads by."""
+    step = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, _, _, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+        )
+        for _ in range(start, end, BLOCK_R):
+            stage = _await(copied, step, STAGES)
+            fence_async_shared()
+            mbarrier.arrive(ready.index(stage), count=1)
+            step += 1
+
+
+@gluon.jit
+def _copy_wgrad(
     a_ptr,  # [T, M] when GATHER, else [R, M]
-    a_desc,  # [R, M] unless GATHER
     b_ptr,  # [R, N]
-    b_desc,  # [R, N]
     a_stages,
     b_stages,
     empty,
-    ready,
+    copied,
     expert_token_indices_ptr,  # [R]
     expert_token_offsets_ptr,  # [E+1]
     pieces,
@@ -1126,16 +1149,12 @@ def _load_wgrad(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp of four: its rows of the gathered operand; the first also asks for the rest by TMA.
+    """Two warps: the gathered operand, and both in the last step of an expert; `copied` says so.
 
-    The last step of an expert may end in rows of the next one, or in rows never written, which may
-    be NaN: both operands are copied under a mask there.
+    That step may end in rows of the next expert, or in rows never written, which may be NaN.
     """
-    ROWS: gl.constexpr = BLOCK_R // 4
-    FIRST: gl.constexpr = quarter * ROWS
-    BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    r = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
     step = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         _, m0, n0, start, end = _weight_tile(
@@ -1145,30 +1164,58 @@ def _load_wgrad(
             token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
-            bar = ready.index(stage)
-            a = a_stages.index(stage).slice(FIRST, ROWS)
+            a, b = a_stages.index(stage), b_stages.index(stage)
             if r0 + BLOCK_R <= end:
-                if quarter == 0:
-                    mbarrier.expect(bar, BYTES)
-                    tma.async_copy_global_to_shared(b_desc, [r0, n0], bar, b_stages.index(stage))
-                    if not GATHER:
-                        tma.async_copy_global_to_shared(
-                            a_desc, [r0, m0], bar, a_stages.index(stage)
-                        )
                 if GATHER:
                     _copy(a, a_ptr, token, r >= 0, m0, M, layout)
             else:
-                if quarter == 0:
-                    mbarrier.arrive(bar, count=1)
                 inside = r0 + r < end
                 _copy(a, a_ptr, token if GATHER else r0 + r, inside, m0, M, layout)
-                b = b_stages.index(stage).slice(FIRST, ROWS)
                 for c in gl.static_range(0, BLOCK_N, BLOCK_M):
                     _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
-            async_copy.mbarrier_arrive(bar, increment_count=False)
+            async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
             if GATHER:  # read ahead for the next step
                 rows = r0 + BLOCK_R + r
                 token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
+            step += 1
+
+
+@gluon.jit
+def _fetch_wgrad(
+    a_desc,  # [R, M] unless GATHER
+    b_desc,  # [R, N]
+    a_stages,
+    b_stages,
+    empty,
+    ready,
+    expert_token_offsets_ptr,  # [E+1]
+    pieces,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    GATHER: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp: by TMA what `_copy_wgrad` does not copy."""
+    BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
+    step = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        _, m0, n0, start, end = _weight_tile(
+            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+        )
+        for r0 in range(start, end, BLOCK_R):
+            stage = _await_empty(empty, step, STAGES)
+            bar = ready.index(stage)
+            if r0 + BLOCK_R <= end:
+                mbarrier.expect(bar, BYTES)
+                tma.async_copy_global_to_shared(b_desc, [r0, n0], bar, b_stages.index(stage))
+                if not GATHER:
+                    tma.async_copy_global_to_shared(a_desc, [r0, m0], bar, a_stages.index(stage))
+            else:
+                mbarrier.arrive(bar, count=1)
             step += 1
 
 
@@ -1213,7 +1260,6 @@ def _multiply_wgrad(
     N: gl.constexpr,
     out_stride_e: gl.constexpr,
     out_stride: gl.constexpr,
-    GATHER: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -1235,10 +1281,6 @@ def _multiply_wgrad(
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for r0 in range(start, end, BLOCK_R):
             stage = _await(ready, step, STAGES)
-            if GATHER:  # copies come by another proxy than wgmma reads by
-                fence_async_shared()
-            elif r0 + BLOCK_R > end:
-                fence_async_shared()
             a = a_stages.index(stage).slice(half * HALF_M, HALF_M, dim=1).permute((1, 0))
             acc = warpgroup_mma(a, b_stages.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -1299,7 +1341,10 @@ def _wgrad_hopper_kernel(
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
     buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
-    empty, ready = _barriers(STAGES, 2, 4 * 32 + 1)
+    empty, ready = _barriers(STAGES, 2, 2)
+    copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(copied.index(i), count=64)
     pieces = E * gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
@@ -1308,8 +1353,7 @@ def _wgrad_hopper_kernel(
                 (
                     0, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
-                    GATHER, TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP,
-                    STAGES,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP, STAGES,
                 ),
             ),
             (
@@ -1317,45 +1361,34 @@ def _wgrad_hopper_kernel(
                 (
                     1, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
                     expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
-                    GATHER, TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP,
-                    STAGES,
+                    TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP, STAGES,
                 ),
             ),
             (
-                _load_wgrad,
+                _copy_wgrad,
                 (
-                    0, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, pieces, M, N, GATHER,
-                    BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
+                    a_ptr, b_ptr, a_stages, b_stages, empty, copied, expert_token_indices_ptr,
+                    expert_token_offsets_ptr, pieces, M, N, GATHER, BLOCK_M, BLOCK_N, BLOCK_R,
+                    GROUP, STAGES,
                 ),
             ),
             (
-                _load_wgrad,
+                _fetch_wgrad,
                 (
-                    1, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, pieces, M, N, GATHER,
-                    BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
+                    a_desc, b_desc, a_stages, b_stages, empty, ready, expert_token_offsets_ptr,
+                    pieces, M, N, GATHER, BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
                 ),
             ),
             (
-                _load_wgrad,
+                _announce_wgrad,
                 (
-                    2, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, pieces, M, N, GATHER,
-                    BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
-                ),
-            ),
-            (
-                _load_wgrad,
-                (
-                    3, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
-                    expert_token_indices_ptr, expert_token_offsets_ptr, pieces, M, N, GATHER,
-                    BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
+                    copied, ready, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N,
+                    BLOCK_R, GROUP, STAGES,
                 ),
             ),
         ],
-        [4, 1, 1, 1, 1],
-        [MULTIPLY_REGISTERS] + [LOAD_REGISTERS] * 4,
+        [4, 2, 1, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
