@@ -152,6 +152,13 @@ def _release_previous(empty, step, used, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _tokens(expert_token_indices_ptr, row_start, row_end, r):
+    """Of a tile's rows; 0 for those that are not in use."""
+    rows = row_start + r
+    return gl.load(expert_token_indices_ptr + rows, mask=rows < row_end, other=0)
+
+
+@gluon.jit
 def _load_rows(
     a_ptr,  # [T, K] when GATHER, else unused
     a_desc,  # [R, K] unless GATHER, else unused
@@ -199,8 +206,7 @@ def _load_rows(
         num_cols, GROUP,
     )  # fmt: skip
     if GATHER:
-        rows = row_start + r
-        next_token = gl.load(expert_token_indices_ptr + rows, mask=rows < row_end, other=0)
+        next_token = _tokens(expert_token_indices_ptr, row_start, row_end, r)
     for index in range(gl.program_id(0), gl.cdiv(num_tiles, GROUP) * GROUP * num_cols, programs):
         next_expert, next_row_start, next_row_end, next_col = _row_tile(
             index + programs, tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
@@ -235,18 +241,16 @@ def _load_rows(
                     # By a branch in the loop: else the compiler keeps and steps on two addresses
                     # of each row.
                     if k0 == MIDDLE:
-                        rows = next_row_start + r
-                        inside = rows < next_row_end
-                        next_token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
+                        next_token = _tokens(
+                            expert_token_indices_ptr, next_row_start, next_row_end, r
+                        )
                 else:
                     tma.async_copy_global_to_shared(
                         a_desc, [row_start, k0], bar, a_stages.index(stage)
                     )
                 step += 1
         elif GATHER:
-            rows = next_row_start + r
-            inside = rows < next_row_end
-            next_token = gl.load(expert_token_indices_ptr + rows, mask=inside, other=0)
+            next_token = _tokens(expert_token_indices_ptr, next_row_start, next_row_end, r)
         expert, row_start, row_end, col = next_expert, next_row_start, next_row_end, next_col
 
 
