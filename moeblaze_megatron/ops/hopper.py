@@ -551,6 +551,32 @@ def _finish_fc1(
 
 
 @gluon.jit
+def _fetch_half(
+    fc1_output_desc, saved, loaded, taken, row, col, F: gl.constexpr, GATED: gl.constexpr,
+    HALF_R: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """Gate and up of a half's rows, two pieces of each at a time."""
+    SIDES: gl.constexpr = 2 if GATED else 1
+    PIECE_R: gl.constexpr = saved.shape[1]
+    PART_N: gl.constexpr = saved.shape[2]
+    PAIRS: gl.constexpr = COLS // PART_N // 2
+    SLOTS: gl.constexpr = loaded.shape[0]
+    for i in range(HALF_R // PIECE_R * PAIRS):
+        slot = _await_empty(taken, i, SLOTS)
+        bar = loaded.index(slot)
+        mbarrier.expect(bar, 2 * SIDES * fc1_output_desc.block_type.nbytes)
+        for part in gl.static_range(2):
+            f = col * COLS + (i % PAIRS * 2 + part) * PART_N
+            for side in gl.static_range(SIDES):
+                tma.async_copy_global_to_shared(
+                    fc1_output_desc,
+                    [row + i // PAIRS * PIECE_R, side * F + f],
+                    bar,
+                    saved.index(2 * SIDES * slot + SIDES * part + side),
+                )
+
+
+@gluon.jit
 def _fetch_rows(
     fc1_output_desc,
     saved,
@@ -570,11 +596,6 @@ def _fetch_rows(
 ):
     """One warp: fc1_output for `_finish_fc2_dgrad`, by TMA, as far ahead as `saved` has room."""
     if STEP == "fc2_dgrad":
-        SIDES: gl.constexpr = 2 if ACTIVATION.gated else 1
-        PIECE_R: gl.constexpr = saved.shape[1]
-        PART_N: gl.constexpr = saved.shape[2]
-        PAIRS: gl.constexpr = COLS // PART_N // 2
-        SLOTS: gl.constexpr = loaded.shape[0]
         programs = gl.num_programs(0)
         expert, row_start, row_end, col = _row_tile(
             gl.program_id(0), tile_expert_ptr, tile_row_start_ptr, tile_row_end_ptr, num_tiles,
@@ -589,19 +610,10 @@ def _fetch_rows(
             for half in range(2):
                 row = row_start + half * HALF_R
                 if (expert >= 0) & (row < row_end):
-                    for i in range(HALF_R // PIECE_R * PAIRS):
-                        slot = _await_empty(taken, i, SLOTS)
-                        bar = loaded.index(slot)
-                        mbarrier.expect(bar, 2 * SIDES * fc1_output_desc.block_type.nbytes)
-                        for part in gl.static_range(2):
-                            n = col * COLS + (i % PAIRS * 2 + part) * PART_N
-                            for side in gl.static_range(SIDES):
-                                tma.async_copy_global_to_shared(
-                                    fc1_output_desc,
-                                    [row + i // PAIRS * PIECE_R, side * F + n],
-                                    bar,
-                                    saved.index(2 * SIDES * slot + SIDES * part + side),
-                                )
+                    _fetch_half(
+                        fc1_output_desc, saved, loaded, taken, row, col, F, ACTIVATION.gated,
+                        HALF_R, COLS,
+                    )  # fmt: skip
             expert, row_start, row_end, col = next_expert, next_row_start, next_row_end, next_col
 
 
