@@ -61,12 +61,14 @@ def test_scan_example(device, scan):
 def test_tiles_example(device, block):
     """And one tile more than there are, past the end."""
     offsets, *tiles = (ints([9] * 4, device) for _ in range(4))
-    _tiles_kernel[(3,)](ints([3, 0, 5], device), offsets, *tiles, 4, 3, 4, 4, block)
+    ranked = ints([[9] * 3] * 3, device)
+    _tiles_kernel[(3,)](ints([3, 0, 5], device), offsets, *tiles, ranked, 4, 3, 4, 4, block)
     tile_expert, tile_row_start, tile_row_end = tiles
     assert offsets.tolist() == [0, 3, 3, 8]
     assert tile_expert.tolist() == [0, 2, 2, -1]
     assert tile_row_start.tolist() == [0, 3, 7, -1]
     assert tile_row_end.tolist() == [3, 7, 8, -1]
+    assert ranked.tolist() == [[2, 3, 8], [0, 0, 3], [1, 3, 3]]
 
 
 ROUTED = [[1, 2], [0, -1]]  # topk_indices that are their own token_index_map
@@ -344,6 +346,8 @@ def check_lists(lists: IndexLists, ids: list[list[int]], E: int) -> None:
     assert lists.token_index_map.tolist() == token_index_map
     found = lists.tile_expert, lists.tile_row_start, lists.tile_row_end
     assert list(zip(*(values.tolist() for values in found), strict=True)) == tiles
+    ranked = sorted(range(E), key=lambda e: -len(places[e]))
+    assert lists.ranked_experts.tolist() == [[e, offsets[e], offsets[e + 1]] for e in ranked]
 
 
 @pytest.mark.parametrize("T", [0, 1, 3, 127, 129])

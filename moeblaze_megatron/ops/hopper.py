@@ -6,7 +6,8 @@ TMA and, for rows looked up by index, through asynchronous copies; two warpgroup
 wgmma, each half the rows of a tile, and hand the product over in shared memory; two or four warps
 finish it (activation and probability, or their backward) and write it out, while the next tile is
 multiplied, and one brings what they need beside the product.
-Weight gradients: much the same, but the multipliers write their few sums themselves.
+Weight gradients: much the same, but four warps load and the multipliers write their few sums
+themselves.
 
 Products are the plain kernels' bit for bit; the activation is computed from fc1_output as it is
 saved, rounded, and SiLU in fewer instructions.
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -280,17 +282,21 @@ def _multiply(
     STAGES: gl.constexpr,
     NARROW: gl.constexpr,  # two wgmmas side by side, each of which names half the registers
 ):
-    """A warpgroup's rows of a tile times the weights, with one step always in flight.
+    """A warpgroup's rows of a tile times the weights, with half a step always in flight.
 
     Left and right half of the columns.
     """
     HALF_N: gl.constexpr = BLOCK_N // 2
+    HALF_K: gl.constexpr = BLOCK_K // 2
     WIDTH: gl.constexpr = HALF_N if NARROW else BLOCK_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     acc = gl.zeros((HALF_R, WIDTH), gl.float32, layout)
     if NARROW:
         right = gl.zeros((HALF_R, HALF_N), gl.float32, layout)
     if used:
+        sums = warpgroup_mma_init(acc)
+        if NARROW:
+            right_sums = warpgroup_mma_init(right)
         for k0 in range(0, K, BLOCK_K):
             stage = _await(ready, step, STAGES)
             if GATHER:  # copies come by another proxy than wgmma reads by
@@ -299,19 +305,28 @@ def _multiply(
             w = weight_stages.index(stage)
             if N_FIRST:
                 w = w.permute((1, 0))
-            if NARROW:
-                acc = warpgroup_mma(a, w.slice(0, HALF_N, dim=1), acc, is_async=True)
-                right = warpgroup_mma(a, w.slice(HALF_N, HALF_N, dim=1), right, is_async=True)
-                acc, right = warpgroup_mma_wait(2, deps=(acc, right))
-            else:
-                acc = warpgroup_mma(a, w, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-            _release_previous(empty, step, k0 > 0, STAGES)
+            for i in gl.static_range(2):
+                a_part = a.slice(i * HALF_K, HALF_K, dim=1)
+                w_part = w.slice(i * HALF_K, HALF_K)
+                if NARROW:
+                    w_left = w_part.slice(0, HALF_N, dim=1)
+                    w_right = w_part.slice(HALF_N, HALF_N, dim=1)
+                    sums = warpgroup_mma(a_part, w_left, sums, is_async=True)
+                    right_sums = warpgroup_mma(a_part, w_right, right_sums, is_async=True)
+                else:
+                    sums = warpgroup_mma(a_part, w_part, sums, is_async=True)
+                if i == 0:
+                    # The step before has ended: its stage is filled while this one goes on.
+                    if NARROW:
+                        sums, right_sums = warpgroup_mma_wait(2, deps=(sums, right_sums))
+                    else:
+                        sums = warpgroup_mma_wait(1, deps=(sums,))
+                    _release_previous(empty, step, k0 > 0, STAGES)
             step += 1
         if NARROW:
-            acc, right = warpgroup_mma_wait(0, deps=(acc, right))
+            acc, right = warpgroup_mma_wait(0, deps=(sums, right_sums))
         else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = warpgroup_mma_wait(0, deps=(sums,))
         _release_previous(empty, step, True, STAGES)
     else:  # only ever the second half
         for _ in range(0, K, BLOCK_K):
@@ -1102,109 +1117,54 @@ def _copy(stage, ptr, row, in_expert, c0, WIDTH: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
+def _weight_index(turn):
+    """Which tile a program makes: to and fro over them, so that none always takes the larger."""
+    place = gl.program_id(0)
+    place = gl.where(turn % 2 == 0, place, gl.num_programs(0) - 1 - place)
+    return turn * gl.num_programs(0) + place
+
+
+@gluon.jit
+def _turns(pieces):
+    """How many tiles a program makes."""
+    last = pieces // gl.num_programs(0)
+    return last + (_weight_index(last) < pieces).to(gl.int32)
+
+
+@gluon.jit
 def _weight_tile(
-    index, expert_token_offsets_ptr, M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
+    turn, ranked_experts_ptr, M: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Expert, first row and column, and the expert's routed rows of the index-th tile."""
+    """Expert, first row and column, and the expert's routed rows of a program's tile.
+
+    Experts with more rows come first, so that programs have much the same work and end together.
+    """
+    index = _weight_index(turn)
     num_m, num_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
-    expert, tile = index // (num_m * num_n), index % (num_m * num_n)
+    rank, tile = index // (num_m * num_n), index % (num_m * num_n)
     first = tile // (GROUP * num_n) * GROUP
     height = gl.minimum(num_m - first, GROUP)  # the last group may be narrower
     inside = tile % (GROUP * num_n)
     tile_m, tile_n = first + inside % height, inside // height
-    start = gl.load(expert_token_offsets_ptr + expert)
-    end = gl.load(expert_token_offsets_ptr + expert + 1)
+    ptr = ranked_experts_ptr + 3 * rank
+    expert, start, end = gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2)
     return expert, tile_m * BLOCK_M, tile_n * BLOCK_N, start, end
 
 
 @gluon.jit
-def _announce_wgrad(
-    copied,
-    ready,
-    expert_token_offsets_ptr,  # [E+1]
-    pieces,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """One warp: passes `copied` on as `ready`; copies come by another proxy than wgmma reads by."""
-    step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, _, _, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
-        )
-        for _ in range(start, end, BLOCK_R):
-            stage = _await(copied, step, STAGES)
-            fence_async_shared()
-            mbarrier.arrive(ready.index(stage), count=1)
-            step += 1
-
-
-@gluon.jit
-def _copy_wgrad(
+def _load_wgrad(
+    quarter: gl.constexpr,  # of a step's rows, this warp's
     a_ptr,  # [T, M] when GATHER, else [R, M]
-    b_ptr,  # [R, N]
-    a_stages,
-    b_stages,
-    empty,
-    copied,
-    expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
-    pieces,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    GATHER: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Two warps: the gathered operand, and both in the last step of an expert; `copied` says so.
-
-    That step may end in rows of the next expert, or in rows never written, which may be NaN.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
-    r = gl.arange(0, BLOCK_R, gl.SliceLayout(1, layout))
-    step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _, m0, n0, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
-        )
-        if GATHER:
-            token = gl.load(expert_token_indices_ptr + start + r, mask=start + r < end, other=0)
-        for r0 in range(start, end, BLOCK_R):
-            stage = _await_empty(empty, step, STAGES)
-            a, b = a_stages.index(stage), b_stages.index(stage)
-            if r0 + BLOCK_R <= end:
-                if GATHER:
-                    _copy(a, a_ptr, token, r >= 0, m0, M, layout)
-            else:
-                inside = r0 + r < end
-                _copy(a, a_ptr, token if GATHER else r0 + r, inside, m0, M, layout)
-                for c in gl.static_range(0, BLOCK_N, BLOCK_M):
-                    _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
-            async_copy.mbarrier_arrive(copied.index(stage), increment_count=False)
-            if GATHER:  # read ahead for the next step
-                rows = r0 + BLOCK_R + r
-                token = gl.load(expert_token_indices_ptr + rows, mask=rows < end, other=0)
-            step += 1
-
-
-@gluon.jit
-def _fetch_wgrad(
     a_desc,  # [R, M] unless GATHER
+    b_ptr,  # [R, N]
     b_desc,  # [R, N]
     a_stages,
     b_stages,
     empty,
     ready,
-    expert_token_offsets_ptr,  # [E+1]
+    expert_token_indices_ptr,  # [R]
+    ranked_experts_ptr,  # [E, 3]
     pieces,
     M: gl.constexpr,
     N: gl.constexpr,
@@ -1215,23 +1175,48 @@ def _fetch_wgrad(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp: by TMA what `_copy_wgrad` does not copy."""
+    """One warp of four: its rows of the gathered operand; the first also asks for the rest by TMA.
+
+    The last step of an expert may end in rows of the next one, or in rows never written, which may
+    be NaN: both operands are copied under a mask there.
+    """
+    ROWS: gl.constexpr = BLOCK_R // 4
+    FIRST: gl.constexpr = quarter * ROWS
     BYTES: gl.constexpr = b_desc.block_type.nbytes + (0 if GATHER else a_desc.block_type.nbytes)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    r = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+    for turn in range(_turns(pieces)):
         _, m0, n0, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+            turn, ranked_experts_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
+        if GATHER:
+            token = _tokens(expert_token_indices_ptr, start, end, r)
         for r0 in range(start, end, BLOCK_R):
             stage = _await_empty(empty, step, STAGES)
             bar = ready.index(stage)
+            a = a_stages.index(stage).slice(FIRST, ROWS)
             if r0 + BLOCK_R <= end:
-                mbarrier.expect(bar, BYTES)
-                tma.async_copy_global_to_shared(b_desc, [r0, n0], bar, b_stages.index(stage))
-                if not GATHER:
-                    tma.async_copy_global_to_shared(a_desc, [r0, m0], bar, a_stages.index(stage))
+                if quarter == 0:
+                    mbarrier.expect(bar, BYTES)
+                    tma.async_copy_global_to_shared(b_desc, [r0, n0], bar, b_stages.index(stage))
+                    if not GATHER:
+                        tma.async_copy_global_to_shared(
+                            a_desc, [r0, m0], bar, a_stages.index(stage)
+                        )
+                if GATHER:
+                    _copy(a, a_ptr, token, r >= 0, m0, M, layout)
             else:
-                mbarrier.arrive(bar, count=1)
+                if quarter == 0:
+                    mbarrier.arrive(bar, count=1)
+                inside = r0 + r < end
+                _copy(a, a_ptr, token if GATHER else r0 + r, inside, m0, M, layout)
+                b = b_stages.index(stage).slice(FIRST, ROWS)
+                for c in gl.static_range(0, BLOCK_N, BLOCK_M):
+                    _copy(b.slice(c, BLOCK_M, dim=1), b_ptr, r0 + r, inside, n0 + c, N, layout)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            if GATHER:  # read ahead for the next step
+                token = _tokens(expert_token_indices_ptr, r0 + BLOCK_R, end, r)
             step += 1
 
 
@@ -1268,7 +1253,7 @@ def _multiply_wgrad(
     buffers,
     empty,
     ready,
-    expert_token_offsets_ptr,  # [E+1]
+    ranked_experts_ptr,  # [E, 3]
     pieces,
     rows,
     cols,
@@ -1276,6 +1261,7 @@ def _multiply_wgrad(
     N: gl.constexpr,
     out_stride_e: gl.constexpr,
     out_stride: gl.constexpr,
+    GATHER: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -1289,14 +1275,18 @@ def _multiply_wgrad(
     HALF_M: gl.constexpr = BLOCK_M // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     step = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+    for turn in range(_turns(pieces)):
         expert, m0, n0, start, end = _weight_tile(
-            index, expert_token_offsets_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
+            turn, ranked_experts_ptr, M, N, BLOCK_M, BLOCK_N, GROUP
         )
         m0 += half * HALF_M
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for r0 in range(start, end, BLOCK_R):
             stage = _await(ready, step, STAGES)
+            if GATHER:  # copies come by another proxy than wgmma reads by
+                fence_async_shared()
+            elif r0 + BLOCK_R > end:
+                fence_async_shared()
             a = a_stages.index(stage).slice(half * HALF_M, HALF_M, dim=1).permute((1, 0))
             acc = warpgroup_mma(a, b_stages.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -1329,7 +1319,7 @@ def _wgrad_hopper_kernel(
     out_ptr,  # [E, M, N], or [E, N, M] when TRANSPOSED, by the strides below
     out_desc,  # the same as rows, unless ACCUMULATE
     expert_token_indices_ptr,  # [R]
-    expert_token_offsets_ptr,  # [E+1]
+    ranked_experts_ptr,  # [E, 3]
     E,
     rows,  # of `out`; not compile-time constants, or branches would be left dead and not compile
     cols,
@@ -1357,10 +1347,7 @@ def _wgrad_hopper_kernel(
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
     buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
-    empty, ready = _barriers(STAGES, 2, 2)
-    copied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(copied.index(i), count=64)
+    empty, ready = _barriers(STAGES, 2, 4 * 32 + 1)  # its threads' copies, and what TMA brings
     pieces = E * gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [
@@ -1368,7 +1355,7 @@ def _wgrad_hopper_kernel(
                 _multiply_wgrad,
                 (
                     0, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
-                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
+                    ranked_experts_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride, GATHER,
                     TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP, STAGES,
                 ),
             ),
@@ -1376,35 +1363,45 @@ def _wgrad_hopper_kernel(
                 _multiply_wgrad,
                 (
                     1, out_ptr, out_desc, a_stages, b_stages, buffers, empty, ready,
-                    expert_token_offsets_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride,
+                    ranked_experts_ptr, pieces, rows, cols, M, N, out_stride_e, out_stride, GATHER,
                     TRANSPOSED, ACCUMULATE, BLOCK_M, BLOCK_N, BLOCK_R, PART_N, GROUP, STAGES,
                 ),
             ),
             (
-                _copy_wgrad,
+                _load_wgrad,
                 (
-                    a_ptr, b_ptr, a_stages, b_stages, empty, copied, expert_token_indices_ptr,
-                    expert_token_offsets_ptr, pieces, M, N, GATHER, BLOCK_M, BLOCK_N, BLOCK_R,
-                    GROUP, STAGES,
+                    0, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
+                    expert_token_indices_ptr, ranked_experts_ptr, pieces, M, N, GATHER, BLOCK_M,
+                    BLOCK_N, BLOCK_R, GROUP, STAGES,
                 ),
             ),
             (
-                _fetch_wgrad,
+                _load_wgrad,
                 (
-                    a_desc, b_desc, a_stages, b_stages, empty, ready, expert_token_offsets_ptr,
-                    pieces, M, N, GATHER, BLOCK_M, BLOCK_N, BLOCK_R, GROUP, STAGES,
+                    1, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
+                    expert_token_indices_ptr, ranked_experts_ptr, pieces, M, N, GATHER, BLOCK_M,
+                    BLOCK_N, BLOCK_R, GROUP, STAGES,
                 ),
             ),
             (
-                _announce_wgrad,
+                _load_wgrad,
                 (
-                    copied, ready, expert_token_offsets_ptr, pieces, M, N, BLOCK_M, BLOCK_N,
-                    BLOCK_R, GROUP, STAGES,
+                    2, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
+                    expert_token_indices_ptr, ranked_experts_ptr, pieces, M, N, GATHER, BLOCK_M,
+                    BLOCK_N, BLOCK_R, GROUP, STAGES,
+                ),
+            ),
+            (
+                _load_wgrad,
+                (
+                    3, a_ptr, a_desc, b_ptr, b_desc, a_stages, b_stages, empty, ready,
+                    expert_token_indices_ptr, ranked_experts_ptr, pieces, M, N, GATHER, BLOCK_M,
+                    BLOCK_N, BLOCK_R, GROUP, STAGES,
                 ),
             ),
         ],
-        [4, 2, 1, 1],
-        [MULTIPLY_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
+        [4, 1, 1, 1, 1],
+        [MULTIPLY_REGISTERS] + [LOAD_REGISTERS] * 4,
     )  # fmt: skip
 
 
@@ -1437,7 +1434,7 @@ def wgrad(
         out,
         None if accumulate else _descriptor(out_rows, PART_N, PART_N),
         lists.expert_token_indices,
-        lists.expert_token_offsets,
+        lists.ranked_experts,
         E,
         rows,
         cols,

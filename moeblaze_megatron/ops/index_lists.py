@@ -36,6 +36,8 @@ class IndexLists:
         tile_expert: [num_tiles] row tile -> expert, -1 = past the end.
         tile_row_start: [num_tiles] row tile -> its first row, -1 = past the end.
         tile_row_end: [num_tiles] row tile -> the row behind its last, -1 = past the end.
+        ranked_experts: [E, 3] expert, its first row and the row behind its last, by falling number
+            of rows, then by expert.
     """
 
     tokens_per_expert: torch.Tensor
@@ -46,6 +48,7 @@ class IndexLists:
     tile_expert: torch.Tensor
     tile_row_start: torch.Tensor
     tile_row_end: torch.Tensor
+    ranked_experts: torch.Tensor
 
     @property
     def num_experts(self) -> int:
@@ -173,13 +176,17 @@ def _tiles_kernel(
     tile_expert_ptr,  # [num_tiles] int32
     tile_row_start_ptr,  # [num_tiles] int32
     tile_row_end_ptr,  # [num_tiles] int32
+    ranked_experts_ptr,  # [E, 3] int32
     num_tiles,
     E,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Offsets and row tiles. counts = [3, 0, 5], BLOCK_R = 4 -> [0, 3, 3, 8], tiles 0 2 2"""
+    """Offsets, row tiles and ranks.
+
+    counts = [3, 0, 5], BLOCK_R = 4 -> offsets [0, 3, 3, 8], tiles 0 2 2, ranks 2 0 1
+    """
     e = tl.program_id(0)
     i = tl.arange(0, BLOCK_E)
     count = tl.load(tokens_per_expert_ptr + i, mask=i < E, other=0)
@@ -189,6 +196,11 @@ def _tiles_kernel(
     first = tl.sum(tl.where(i < e, tiles, 0))
     last = tl.sum(tl.where(i <= e, tiles, 0))
     tl.store(expert_token_offsets_ptr + e, start)
+    ahead = (count > end - start) | ((count == end - start) & (i < e))
+    rank = tl.sum(tl.where(i < E, ahead.to(tl.int32), 0))
+    tl.store(ranked_experts_ptr + 3 * rank, e)
+    tl.store(ranked_experts_ptr + 3 * rank + 1, start)
+    tl.store(ranked_experts_ptr + 3 * rank + 2, end)
     for j0 in range(0, last - first, BLOCK):
         j = j0 + tl.arange(0, BLOCK)
         tl.store(tile_expert_ptr + first + j, e, mask=j < last - first)
@@ -265,6 +277,7 @@ def index_lists(
         tile_expert=empty(num_tiles),
         tile_row_start=empty(num_tiles),
         tile_row_end=empty(num_tiles),
+        ranked_experts=empty(E, 3),
     )
     chunk_base = empty(E, num_chunks)
     BLOCK_E = triton.next_power_of_2(E)
@@ -284,6 +297,7 @@ def index_lists(
         lists.tile_expert,
         lists.tile_row_start,
         lists.tile_row_end,
+        lists.ranked_experts,
         num_tiles,
         E,
         BLOCK_R,

@@ -108,6 +108,7 @@ def index_lists(
     start = offsets[expert] + nth * BLOCK_R
     tile_row_start[: expert.numel()] = start
     tile_row_end[: expert.numel()] = torch.minimum(start + BLOCK_R, offsets[expert + 1])
+    ranked = tokens_per_expert.argsort(descending=True, stable=True)
     return IndexLists(
         tokens_per_expert=tokens_per_expert.int(),
         expert_token_offsets=offsets.int(),
@@ -117,6 +118,7 @@ def index_lists(
         tile_expert=tile_expert.int(),
         tile_row_start=tile_row_start.int(),
         tile_row_end=tile_row_end.int(),
+        ranked_experts=torch.stack((ranked, offsets[ranked], offsets[ranked + 1]), 1).int(),
     )
 
 
