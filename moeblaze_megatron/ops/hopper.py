@@ -559,7 +559,7 @@ def _finish_fc1(
                     gl.store(saved_ptrs, gate, mask=inside)
                     if ACTIVATION.gated:
                         gl.store(saved_ptrs + F, up, mask=inside)
-            act = _activate(gate.to(gl.float32), up.to(gl.float32), ACTIVATION) * prob
+            act = _activate(_widened(gate), _widened(up), ACTIVATION) * prob
             act_ptrs = _piece(act_ptr, first, f, F, PIECE_R, PART_N, layout)
             gl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=inside)
     tma.store_wait(0)
