@@ -279,6 +279,7 @@ def test_design_example(ops, device):
     assert lists.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
     assert lists.token_expert_indices.flatten().tolist() == [2, 3, 0, 1, 0, 3, 1, 2, 0, 3]
     assert lists.token_index_map.flatten().tolist() == [5, 7, 0, 3, 1, 8, 4, 6, 2, 9]
+    assert lists.ranked_experts.flatten().tolist() == [0, 0, 3, 3, 7, 10, 1, 3, 5, 2, 5, 7]
 
 
 class Routing(NamedTuple):

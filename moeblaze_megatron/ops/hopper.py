@@ -282,7 +282,7 @@ def _multiply(
     STAGES: gl.constexpr,
     NARROW: gl.constexpr,  # two wgmmas side by side, each of which names half the registers
 ):
-    """A warpgroup's rows of a tile times the weights, with half a step always in flight.
+    """A warpgroup's rows of a tile times the weights, at least half a step always in flight.
 
     Left and right half of the columns.
     """
@@ -294,7 +294,7 @@ def _multiply(
     if NARROW:
         right = gl.zeros((HALF_R, HALF_N), gl.float32, layout)
     if used:
-        sums = warpgroup_mma_init(acc)
+        sums = warpgroup_mma_init(acc)  # what a loop carries begins as the type that it ends as
         if NARROW:
             right_sums = warpgroup_mma_init(right)
         for k0 in range(0, K, BLOCK_K):
@@ -306,15 +306,15 @@ def _multiply(
             if N_FIRST:
                 w = w.permute((1, 0))
             for i in gl.static_range(2):
-                a_part = a.slice(i * HALF_K, HALF_K, dim=1)
-                w_part = w.slice(i * HALF_K, HALF_K)
+                a_half = a.slice(i * HALF_K, HALF_K, dim=1)
+                w_half = w.slice(i * HALF_K, HALF_K)
                 if NARROW:
-                    w_left = w_part.slice(0, HALF_N, dim=1)
-                    w_right = w_part.slice(HALF_N, HALF_N, dim=1)
-                    sums = warpgroup_mma(a_part, w_left, sums, is_async=True)
-                    right_sums = warpgroup_mma(a_part, w_right, right_sums, is_async=True)
+                    w_left = w_half.slice(0, HALF_N, dim=1)
+                    w_right = w_half.slice(HALF_N, HALF_N, dim=1)
+                    sums = warpgroup_mma(a_half, w_left, sums, is_async=True)
+                    right_sums = warpgroup_mma(a_half, w_right, right_sums, is_async=True)
                 else:
-                    sums = warpgroup_mma(a_part, w_part, sums, is_async=True)
+                    sums = warpgroup_mma(a_half, w_half, sums, is_async=True)
                 if i == 0:
                     # The step before has ended: its stage is filled while this one goes on.
                     if NARROW:
@@ -1339,7 +1339,7 @@ def _wgrad_hopper_kernel(
     MULTIPLY_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
-    """out[e] = a^T b by expert. a = [1, 2, 3], b = [4, 5, 6], offsets = [0, 2, 3] -> [14, 18]"""
+    """out[e] = a^T b by expert. a = [1, 2, 3], b = [4, 5, 6], rows [0, 2) and [2, 3) -> [14, 18]"""
     dtype: gl.constexpr = a_ptr.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_M], dtype)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_R, BLOCK_N], dtype)
@@ -1347,7 +1347,7 @@ def _wgrad_hopper_kernel(
     a_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_M], a_layout)
     b_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_R, BLOCK_N], b_layout)
     buffers = gl.allocate_shared_memory(dtype, [4, PART_N, PART_N], part_layout)
-    empty, ready = _barriers(STAGES, 2, 4 * 32 + 1)  # its threads' copies, and what TMA brings
+    empty, ready = _barriers(STAGES, 2, 4 * 32 + 1)  # four warps' copies, and what TMA brings
     pieces = E * gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     gl.warp_specialize(
         [

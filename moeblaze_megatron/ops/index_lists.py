@@ -197,7 +197,7 @@ def _tiles_kernel(
     last = tl.sum(tl.where(i <= e, tiles, 0))
     tl.store(expert_token_offsets_ptr + e, start)
     ahead = (count > end - start) | ((count == end - start) & (i < e))
-    rank = tl.sum(tl.where(i < E, ahead.to(tl.int32), 0))
+    rank = tl.sum(ahead.to(tl.int32))
     tl.store(ranked_experts_ptr + 3 * rank, e)
     tl.store(ranked_experts_ptr + 3 * rank + 1, start)
     tl.store(ranked_experts_ptr + 3 * rank + 2, end)
