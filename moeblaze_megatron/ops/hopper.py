@@ -1283,9 +1283,7 @@ def _multiply_wgrad(
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout)
         for r0 in range(start, end, BLOCK_R):
             stage = _await(ready, step, STAGES)
-            if GATHER:  # copies come by another proxy than wgmma reads by
-                fence_async_shared()
-            elif r0 + BLOCK_R > end:
+            if GATHER or r0 + BLOCK_R > end:  # copies come by another proxy than wgmma reads by
                 fence_async_shared()
             a = a_stages.index(stage).slice(half * HALF_M, HALF_M, dim=1).permute((1, 0))
             acc = warpgroup_mma(a, b_stages.index(stage), acc, is_async=True)
