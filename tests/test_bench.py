@@ -16,7 +16,7 @@ from moeblaze_megatron.bench import measure, paper, peers
 from moeblaze_megatron.bench.kernels import KERNELS, kernel_calls
 from moeblaze_megatron.bench.shapes import ROUTINGS, SHAPES, Shape, inputs_for, shape_from
 from moeblaze_megatron.ops import experts, reference, table
-from moeblaze_megatron.ops.memory import layer_bytes
+from moeblaze_megatron.ops.memory import layer_bytes, slice_columns
 
 TINY = Shape(T=64, H=32, F=16, E=8, K=2)
 
@@ -82,7 +82,9 @@ def test_routings_are_what_they_are_called(routing):
         assert first[0] == shape.T
 
 
-@pytest.mark.parametrize("name", ["moeblaze", "fp8_store", "recompute_fc1", "grouped_mm"])
+@pytest.mark.parametrize(
+    "name", ["moeblaze", "fp8_store", "recompute_fc1", "large_workspace", "grouped_mm"]
+)
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 def test_systems_agree_with_the_reference(eager, name, activation):
     shape = shape_from("64,32,16,8,2", activation)
@@ -133,6 +135,27 @@ def test_closed_form_by_hand_and_as_the_operator_counts():
     assert (form["held"], form["peak"]) == (sizes.fc1_output / 2**20, sizes.peak / 2**20)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_workspaces_stay_near_the_peak(name):
+    """By the tensors alive beside each slice, within the 5 % that docs/performance.md shows."""
+    shape = shape_from(name, "swiglu")
+    T, H, F, E, K = shape.T, shape.H, shape.F, shape.E, shape.K
+    column, weight = 2 * T * K, 2 * E * H * F  # bytes: of a column of [R, H], of fc2_weight
+    tensors = (
+        torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+        for sizes in ((T, H), (E, 2 * F, H), (E, H, F))
+    )
+    sizes = layer_bytes(*tensors, rows=T * K)
+
+    def slice_bytes(workspace):
+        return column * slice_columns(H, T * K, 2, workspace)
+
+    output, fc1_output, act = 2 * T * H, column * 2 * F, column * F
+    in_forward = output + fc1_output + act + slice_bytes(sizes.forward_workspace)
+    in_dgrad = 2 * output + fc1_output + weight + slice_bytes(sizes.dgrad_workspace)
+    assert max(in_forward, in_dgrad) <= 1.05 * sizes.peak
+
+
 def test_paper_table_and_plots(tmp_path):
     """ratio = baseline / ours: 12 ms against 8 ms -> 1.50x; 400 MiB against 100 -> 4.00x."""
     rows = {
@@ -181,7 +204,7 @@ def test_layer_table_and_files(eager, monkeypatch, tmp_path, capsys):
 
 
 def test_memory_table(eager, monkeypatch, capsys):
-    systems = ("moeblaze", "fp8_store", "recompute_fc1", "grouped_mm")
+    systems = ("moeblaze", "fp8_store", "recompute_fc1", "large_workspace", "grouped_mm")
     run(monkeypatch, "memory", "64,32,16,8,2", "--peers", *systems)
     out = capsys.readouterr().out
     for name in ("closed form", *systems):
@@ -230,7 +253,7 @@ def test_a_run_that_is_ended_shows_what_it_has(eager, monkeypatch, tmp_path, cap
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert peers.chosen(None) == [
-        "dense", "moeblaze", "fp8_store", "recompute_fc1", "grouped_mm"
+        "dense", "moeblaze", "fp8_store", "recompute_fc1", "large_workspace", "grouped_mm"
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"sonicmoe is not installed: pip install.*'x' is none of"):
         peers.chosen(["sonicmoe", "x"])

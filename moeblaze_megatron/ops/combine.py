@@ -34,8 +34,9 @@ def _combine_kernel(
     rows = [[10], [20], [30], [40]], token_index_map = [[1, 3], [0, -1]] -> [[60], [10]]
     and with experts = [[0, 1], [0, -1]], probs = 0.5, bias = [[2], [4]] -> [[63], [11]]
     """
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    num_cols = tl.cdiv(cols, BLOCK_H)  # of a token one after the other: rows in one go
+    t = tl.program_id(0) // num_cols * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.program_id(0) % num_cols * BLOCK_H + tl.arange(0, BLOCK_H)
     token = t.to(tl.int64)
     acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     for k in tl.static_range(K):
@@ -73,7 +74,7 @@ def combine(
     cols = rows.shape[1]
     BLOCK_T, BLOCK_H = 4, min(256, triton.next_power_of_2(cols))
     if T:
-        _combine_kernel[(cdiv(T, BLOCK_T), cdiv(cols, BLOCK_H))](
+        _combine_kernel[(cdiv(T, BLOCK_T) * cdiv(cols, BLOCK_H),)](
             rows,
             lists.token_index_map,
             out,

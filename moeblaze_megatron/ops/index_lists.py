@@ -142,10 +142,9 @@ def _histogram_kernel(
     """Rows of each expert in one chunk. ids = [2, 0, 2], E = 3 -> [1, 0, 2]"""
     chunk = tl.program_id(0)
     _, expert = _load_chunk(topk_indices_ptr, chunk, pairs, E, CHUNK)
-    for e0 in range(0, E, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        count = tl.sum((e[:, None] == expert[None, :]).to(tl.int32), 1)
-        tl.store(chunk_base_ptr + e.to(tl.int64) * num_chunks + chunk, count, mask=e < E)
+    count = tl.histogram(tl.maximum(expert, 0), BLOCK_E, mask=expert >= 0)
+    e = tl.arange(0, BLOCK_E)
+    tl.store(chunk_base_ptr + e.to(tl.int64) * num_chunks + chunk, count, mask=e < E)
 
 
 @direct
@@ -283,7 +282,7 @@ def index_lists(
     BLOCK_E = triton.next_power_of_2(E)
     if pairs:
         _histogram_kernel[(num_chunks,)](
-            topk_indices, chunk_base, pairs, num_chunks, E, CHUNK, min(64, BLOCK_E)
+            topk_indices, chunk_base, pairs, num_chunks, E, CHUNK, BLOCK_E, num_warps=2
         )
     _scan_kernel[(E,)](
         chunk_base,
@@ -316,6 +315,7 @@ def index_lists(
             E,
             K,
             CHUNK,
+            num_warps=1,  # sums over earlier pairs stay inside a thread
         )
     return lists
 

@@ -10,7 +10,7 @@ import torch
 from moeblaze_megatron.ops.tiles import cdiv
 
 SLICE = 128  # columns of a workspace slice come in multiples of this
-MARGIN = 16  # a workspace may raise the peak by 1/MARGIN
+MARGIN = 24  # workspaces may raise the peak by 1/MARGIN
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class LayerBytes:
     @property
     def forward_workspace(self) -> int:
         """Beside output, fc1_output and act."""
-        return max(self._backward - self.act, self.margin)
+        return self._backward - self.act + self.margin
 
     @property
     def fc2_wgrad_workspace(self) -> int:
         """Beside output, fc1_output, act and the gradient of fc2_weight."""
-        return max(self.fc1_weight + self.output - self.act, self.margin)
+        return max(self.fc1_weight + self.output - self.act, 0) + self.margin
 
     @property
     def dgrad_workspace(self) -> int:
         """Beside output, fc1_output, the gradient of fc2_weight and grad_x; act is freed."""
-        return max(self.act - self.output, self.fc1_weight, self.margin)
+        return max(self.act - self.output, self.fc1_weight) + self.margin
 
     @property
     def fc1_wgrad_workspace(self) -> int:
