@@ -247,7 +247,7 @@ def _place_kernel(
 def index_lists(
     topk_indices: torch.Tensor, num_experts: int, max_rows: int | None = None
 ) -> IndexLists:
-    """Builds the lists in three steps without a sort, an atomic or a host read.
+    """Builds the lists in three steps without a sort, a global atomic or a host read.
 
     Counts per chunk of pairs, a prefix sum over chunks, then each pair's place: its expert's
     first row + the expert's rows in earlier chunks + its rank inside the chunk (MoEBlaze paper,
