@@ -137,7 +137,7 @@ def test_closed_form_by_hand_and_as_the_operator_counts():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_workspaces_stay_near_the_peak(name):
-    """By the tensors alive beside each slice, within the 5 % that docs/performance.md shows."""
+    """By the tensors alive beside each slice of fc2 and of fc1's dgrad."""
     shape = shape_from(name, "swiglu")
     T, H, F, E, K = shape.T, shape.H, shape.F, shape.E, shape.K
     column, weight = 2 * T * K, 2 * E * H * F  # bytes: of a column of [R, H], of fc2_weight
@@ -153,7 +153,7 @@ def test_workspaces_stay_near_the_peak(name):
     output, fc1_output, act = 2 * T * H, column * 2 * F, column * F
     in_forward = output + fc1_output + act + slice_bytes(sizes.forward_workspace)
     in_dgrad = 2 * output + fc1_output + weight + slice_bytes(sizes.dgrad_workspace)
-    assert max(in_forward, in_dgrad) <= 1.05 * sizes.peak
+    assert max(in_forward, in_dgrad) <= sizes.peak + sizes.margin
 
 
 def test_paper_table_and_plots(tmp_path):

@@ -34,7 +34,7 @@ def _combine_kernel(
     rows = [[10], [20], [30], [40]], token_index_map = [[1, 3], [0, -1]] -> [[60], [10]]
     and with experts = [[0, 1], [0, -1]], probs = 0.5, bias = [[2], [4]] -> [[63], [11]]
     """
-    num_cols = tl.cdiv(cols, BLOCK_H)  # of a token one after the other: rows in one go
+    num_cols = tl.cdiv(cols, BLOCK_H)  # blocks of a token's columns follow one another
     t = tl.program_id(0) // num_cols * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(0) % num_cols * BLOCK_H + tl.arange(0, BLOCK_H)
     token = t.to(tl.int64)

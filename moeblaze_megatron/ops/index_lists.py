@@ -315,7 +315,7 @@ def index_lists(
             E,
             K,
             CHUNK,
-            num_warps=1,  # sums over earlier pairs stay inside a thread
+            num_warps=1,  # sums over earlier pairs stay inside a warp
         )
     return lists
 

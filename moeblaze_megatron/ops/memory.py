@@ -1,4 +1,4 @@
-"""What the layer holds, in closed form, and the workspace that fits beneath its peak.
+"""What the layer holds, in closed form, and the workspace that fits beneath its peak or nearly so.
 
 T tokens, E experts, H hidden size, F ffn hidden size, R routed rows (the bound T*K).
 """
@@ -10,7 +10,7 @@ import torch
 from moeblaze_megatron.ops.tiles import cdiv
 
 SLICE = 128  # columns of a workspace slice come in multiples of this
-MARGIN = 24  # workspaces may raise the peak by 1/MARGIN
+MARGIN = 24  # workspaces may raise the peak by 1/MARGIN, or by one SLICE where that is more
 
 
 @dataclass(frozen=True)
