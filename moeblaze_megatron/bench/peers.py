@@ -286,7 +286,7 @@ PEERS = {
     "moeblaze": Peer(moeblaze),
     "fp8_store": Peer(partial(moeblaze, fp8_store=True), rounding=1 / 8),
     "recompute_fc1": Peer(partial(moeblaze, recompute_fc1=True)),
-    "large_workspace": Peer(partial(moeblaze, workspace_bytes=2**40)),
+    "large_workspace": Peer(partial(moeblaze, workspace_bytes=2**40)),  # for all rows
     "grouped_mm": Peer(grouped_mm),
     "sonicmoe": Peer(
         sonicmoe,

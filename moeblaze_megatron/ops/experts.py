@@ -568,8 +568,8 @@ def moeblaze_experts(
         gradient_accumulation_fusion: add the weight gradients into `weight.main_grad` and set
             `weight.grad_added_to_main_grad`, as Megatron's linears do. Biases get `grad`.
         workspace_bytes: bound on the [R, columns] buffer through which fc2, its gradients and the
-            combine work in column slices; at least 128 columns are taken. By default it
-            raises the layer's own peak by 1/24 at most (`ops.memory`).
+            combine work in column slices; at least 128 columns are taken. None is what fits
+            beneath the layer's own peak, and 1/24 of that on top (`ops.memory`).
         recompute_fc1: save nothing but x and index lists, and run fc1 again in backward.
         fp8_store: save `fc1_output` in MXFP8 (`ops.mxfp8`), 33/32 bytes an element. The output is
             the same; gradients see the activation's input rounded. Not with `recompute_fc1`.
