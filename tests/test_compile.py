@@ -45,6 +45,17 @@ for kernel in compiled:
         print(kernel.asm["ttgir"], "// end of a kernel")
 """
 
+SUMS = """
+import torch
+from moeblaze_megatron import aot
+for F in (aot.F, 32):  # many columns to a thread, and one
+    aot.F = F
+    with aot.compiling(90) as compiled, aot.on_meta():
+        aot.step(torch.bfloat16, "swiglu", False, None, bias=True)
+    for kernel in compiled:
+        print(kernel.name, kernel.asm["ptx"], "// end of a kernel")
+"""
+
 
 def printed(*words: str, env: dict[str, str]) -> str:
     """What Python prints in a process of its own."""
@@ -113,6 +124,23 @@ def test_reads_are_over_before_tma_overwrites(plain_env):
     for code in kernels:
         said = re.findall(r"local_load|fence_async_shared|arrive_barrier", code)
         assert " ".join([*reads, "fence_async_shared", "arrive_barrier"]) in " ".join(said)
+
+
+def test_threads_that_sum_agree(plain_env):
+    """A product is not fused into the sum with another thread's, as then only one is rounded.
+
+    Threads that should hold the same sum would write different ones to the same place.
+    """
+    *kernels, rest = printed("-c", SUMS, env=plain_env).split("// end of a kernel")
+    assert not rest.strip()
+    exchanges = 0
+    for code in kernels:
+        name = code.split(maxsplit=1)[0]
+        received = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%r\d+),", code))
+        fused = set(re.findall(r"%r\d+", " ".join(re.findall(r"fma\.rn\.f32\s+\S+ (.*);", code))))
+        assert not received & fused, name
+        exchanges += len(received)
+    assert exchanges
 
 
 @pytest.mark.parametrize("arch", MAX_SHARED)

@@ -116,7 +116,7 @@ def _activation_backward_kernel(
     R = tl.load(expert_token_offsets_ptr + E)
     row = r.to(tl.int64)[:, None]
     prob = tl.load(permuted_probs_ptr + r, mask=r < R, other=0.0)[:, None]
-    grad_prob = tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_F), tl.float32)
     for f0 in range(0, F, BLOCK_F):
         f = f0 + tl.arange(0, BLOCK_F)[None, :]
         inside = (r < R)[:, None] & (f < F)
@@ -138,8 +138,8 @@ def _activation_backward_kernel(
             grad *= factor
         tl.store(gate_ptr, (grad * slope).to(fc1_output_ptr.dtype.element_ty), mask=inside)
         tl.store(act_ptr, (value * prob).to(grad_act_ptr.dtype.element_ty), mask=inside)
-        grad_prob += tl.sum(grad_act * value, 1)
-    tl.store(grad_permuted_probs_ptr + r, grad_prob, mask=r < R)
+        acc += grad_act * value  # tl.sum of a product would round it in some threads only
+    tl.store(grad_permuted_probs_ptr + r, tl.sum(acc, 1), mask=r < R)
 
 
 def activation_backward(
