@@ -30,16 +30,27 @@ tests=(
     tests/test_index_lists.py tests/test_experts.py tests/test_fp8_store.py
     -k "example or unchecked or gradient_accumulation_fusion or bfloat16 and ($cases)"
 )
+# A fault that the tool has to find, or it sees nothing.
+must_find() { # TOOL SCRIPT PATTERN
+    local found
+    found=$(compute-sanitizer --tool "$1" "${options[@]}" python3 "$2" 2>&1 || true)
+    if [[ ! $found =~ $3 ]]; then
+        echo "$found"
+        echo "$1 does not find what $2 does wrong: it sees nothing" >&2
+        exit 1
+    fi
+}
 (($#)) || set -- memcheck racecheck
 for tool in "$@"; do
     echo "== $tool"
-    if [[ $tool == memcheck ]]; then
-        found=$(compute-sanitizer --tool memcheck "${options[@]}" python3 tests/out_of_bounds.py || true)
-        if [[ $found != *'Invalid __global__ write'*_out_of_bounds_kernel* ]]; then
-            echo "$found"
-            echo "memcheck does not find what tests/out_of_bounds.py does wrong: it sees nothing" >&2
-            exit 1
-        fi
-    fi
-    compute-sanitizer --tool "$tool" "${options[@]}" python3 -m pytest -q "${tests[@]}"
+    plugin=()
+    case $tool in
+        memcheck) must_find memcheck tests/out_of_bounds.py 'Invalid __global__ write.*_out_of_bounds' ;;
+        racecheck)
+            must_find racecheck tests/race.py 'Race reported.*_race_kernel'
+            plugin=(-p racecheck)
+            ;;
+    esac
+    PYTHONPATH="tests:${PYTHONPATH:-}" compute-sanitizer --tool "$tool" "${options[@]}" \
+        python3 -m pytest -q "${plugin[@]}" "${tests[@]}"
 done
