@@ -48,8 +48,7 @@ for kernel in compiled:
 SUMS = """
 import torch
 from moeblaze_megatron import aot
-for F in (aot.F, 32):  # many columns to a thread, and one
-    aot.F = F
+for aot.H, aot.F in ((aot.H, aot.F), (32, 32)):  # many columns to a thread, and one
     with aot.compiling(90) as compiled, aot.on_meta():
         aot.step(torch.bfloat16, "swiglu", False, None, bias=True)
     for kernel in compiled:
