@@ -254,6 +254,36 @@ def test_same_keys_and_shapes(theirs, gate, singleton, bias):
     assert_same_shards(theirs, gate, singleton, add_bias_linear=bias)
 
 
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+@in_megatron
+def test_distributed_optimizer_goes_on_from_a_checkpoint(saver, loader, tmp_path):
+    """Its state arrives where it belongs, saved as a tensor for each parameter.
+
+    Megatron restores it with Apex's or Transformer Engine's Adam only. What it lacks with torch's,
+    state before the first step and a step number for each parameter, is done here.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_all_but_step(self, parameter, tensors):
+        set_states(self, parameter, {"step": None, **tensors})
+
+    trainer = Trainer(saver, distributed=True)
+    trainer.steps(0, 3)
+    trainer.save(tmp_path / "checkpoint")
+    resumed = Trainer(loader, distributed=True, seed=99)
+    resumed.steps(0, 1)
+    name = "_set_main_param_and_optimizer_states"
+    with torch.no_grad(), mock.patch.object(DistributedOptimizer, name, set_all_but_step):
+        resumed.load(tmp_path / "checkpoint")
+    for optimizer in resumed.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            state["step"] = torch.tensor(3.0)
+    goes_on, expected = (torch.stack(each.steps(3, 6)) for each in (resumed, trainer))
+    assert_trains_alike(goes_on, expected, torch.float32)
+
+
 @in_megatron
 def test_distributed_optimizer_trains_and_saves(tmp_path):
     """With both overlaps, as alltoall does; its state lands under the same keys."""

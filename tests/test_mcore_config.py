@@ -11,7 +11,12 @@ import torch
 from mcore_worker import in_megatron
 
 from moeblaze_megatron.mcore import unsupported_reasons
-from moeblaze_megatron.mcore.config import ARGUMENTS, SETTINGS, unsupported_arguments
+from moeblaze_megatron.mcore.config import (
+    ARGUMENTS,
+    SETTINGS,
+    unsupported_arguments,
+    unsupported_checkpoint,
+)
 
 REFUSED = {
     "expert_gtp_weight_remat_size": 2,
@@ -255,6 +260,41 @@ def test_refused_arguments():
     reasons = unsupported_arguments(args)
     assert [reason.split("=")[0] for reason in reasons] == [row.field for row in ARGUMENTS]
     assert unsupported_arguments(argparse.Namespace(optimizer="adam")) == []
+
+
+FLAT = {"use_distributed_optimizer": True, "no_save_optim": None, "ckpt_format": "torch_dist"}
+RESHARDABLE = {"dist_ckpt_optim_fully_reshardable": True}
+
+
+@pytest.mark.parametrize(
+    ("run", "saved", "refused"),
+    [
+        ({}, FLAT, True),
+        ({}, FLAT | RESHARDABLE, False),
+        ({}, FLAT | RESHARDABLE | {"ckpt_format": "torch"}, True),
+        ({}, FLAT | {"no_save_optim": True}, False),
+        ({}, FLAT | {"use_distributed_optimizer": False}, False),
+        ({}, FLAT | {"moe_token_dispatcher_type": "alltoall"}, True),
+        ({"no_load_optim": True}, FLAT, False),
+        ({"use_distributed_optimizer": False}, FLAT, False),
+        ({"num_experts": None}, FLAT, False),
+        ({}, {}, False),
+    ],
+)
+def test_flat_optimizer_state_of_other_experts_is_refused(run, saved, refused):
+    """Megatron loads it without a word: of as many numbers, in other places."""
+    defaults = {"num_experts": 8, "use_distributed_optimizer": True, "no_load_optim": None}
+    saved = argparse.Namespace(**{"moe_token_dispatcher_type": "allgather"} | saved)
+    for name in ("moeblaze", "alltoall", "allgather"):
+        args = argparse.Namespace(**defaults | {"moe_token_dispatcher_type": name} | run)
+        for ours, theirs in ((args, saved), (saved, args)):
+            both = {"moe_token_dispatcher_type": ours.moe_token_dispatcher_type}
+            there = {"moe_token_dispatcher_type": theirs.moe_token_dispatcher_type}
+            reasons = unsupported_checkpoint(
+                argparse.Namespace(**vars(args) | both), argparse.Namespace(**vars(saved) | there)
+            )
+            assert bool(reasons) == (refused and name == "moeblaze"), reasons
+            assert not reasons or "--dist-ckpt-optim-fully-reshardable" in reasons[0]
 
 
 @in_megatron

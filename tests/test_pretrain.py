@@ -120,6 +120,19 @@ def test_plain_checkpoint_goes_on_with_other_experts(plain_env, tmp_path, saver,
     assert rows[5]["loss"] < rows[0]["loss"] - 0.5
 
 
+@pytest.mark.parametrize(("saver", "loader"), [("moeblaze", "alltoall"), ("alltoall", "moeblaze")])
+def test_flat_optimizer_state_of_other_experts_is_refused(plain_env, tmp_path, saver, loader):
+    """Before Megatron loads any of it, which it would without an error, in the wrong places."""
+    flags = ("--use-distributed-optimizer", "--ckpt-format", "torch")
+    save = ("--save", tmp_path / "checkpoint", "--save-interval", 1)
+    train(tmp_path, saver, *flags, *save, iters=1, env=plain_env)
+    load = ("--load", tmp_path / "checkpoint", "--train-iters", 2)
+    flags = ("--moe-token-dispatcher-type", loader, *flags, *load)
+    code, output = launch(*TINY, *flags, env=plain_env, processes=1)
+    assert code == 1, output[-6000:]
+    assert f"moe_token_dispatcher_type='{loader}', and '{saver}' in the checkpoint" in output
+
+
 def test_script_refuses_by_name_what_it_cannot_do(plain_env):
     flags = ("--train-iters", 1, "--check-for-spiky-loss", "--per-dataset-sequences-path", "x.json")
     code, output = launch(*TINY, *flags, env=plain_env)

@@ -344,6 +344,30 @@ def unsupported_arguments(args: Any) -> list[str]:
     return [*_table_reasons(args, ARGUMENTS), *_store_reasons(args)]
 
 
+def unsupported_checkpoint(args: Any, saved: Any) -> list[str]:
+    """The same for a run's arguments and those that the checkpoint was saved with that it loads.
+
+    Megatron's distributed optimizer saves its flat buffers as they are, unless told to save a
+    tensor for each parameter (`fully_reshardable`). Weights lie in them in the order of the
+    parameters: one for each expert with Megatron's experts, one of all experts here. The sizes are
+    the same, so that each would load the other's, in the wrong places.
+    """
+    names = [getattr(each, "moe_token_dispatcher_type", None) for each in (args, saved)]
+    has = {name for name, value in vars(saved).items() if value}  # an older Megatron's lack some
+    flat = "use_distributed_optimizer" in has and (
+        getattr(saved, "ckpt_format", "torch") == "torch"
+        or "dist_ckpt_optim_fully_reshardable" not in has
+    )
+    loads = args.use_distributed_optimizer and not (args.no_load_optim or "no_save_optim" in has)
+    if not (args.num_experts and flat and loads) or names.count("moeblaze") != 1:
+        return []
+    return [
+        f"moe_token_dispatcher_type={names[0]!r}, and {names[1]!r} in the checkpoint: its "
+        "distributed optimizer's state lies in the order of other experts' parameters, load "
+        "with --no-load-optim, or save it as torch_dist with --dist-ckpt-optim-fully-reshardable"
+    ]
+
+
 def check_config(config: Any) -> None:
     """Raises UnsupportedSettings, a ValueError that names every setting not supported."""
     reasons = unsupported_reasons(config)

@@ -126,9 +126,10 @@ def _with_flags(add_arguments: Callable) -> Callable:
         group.add_argument(
             "--moeblaze-check-routing",
             action="store_true",
-            help="Check on the device that no token has more than --moe-router-topk experts and "
-            "that all rows that other ranks announced arrived. Each layer waits for the device "
-            "then; for debugging a router or a cluster.",
+            help="Check on the device that no token has more than --moe-router-topk experts, that "
+            "the routing of all rows that other ranks announced arrived and, with expert TP alone, "
+            "that its ranks have as many tokens. Each layer waits for the device then; for "
+            "debugging a router or a cluster.",
         )
         group.add_argument(
             "--moeblaze-kernel-table",
@@ -174,6 +175,21 @@ def _with_flags_on_config(config_from_args: Callable) -> Callable:
     return wrapped
 
 
+def _with_checkpoint_check(check_checkpoint_args: Callable) -> Callable:
+    @functools.wraps(check_checkpoint_args)
+    def wrapped(checkpoint_args: Any, *rest: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        from moeblaze_megatron.mcore.config import UnsupportedSettings, unsupported_checkpoint
+
+        check_checkpoint_args(checkpoint_args, *rest, **kwargs)
+        reasons = unsupported_checkpoint(get_args(), checkpoint_args)
+        if reasons:
+            raise UnsupportedSettings(reasons)
+
+    return wrapped
+
+
 def _install_core() -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -191,12 +207,17 @@ def _install_core() -> None:
 
 def _install_training() -> None:
     try:
-        from megatron.training import arguments
+        from megatron.training import arguments, checkpointing
     except ImportError:  # no command line, then: megatron-core 0.16, or megatron.core alone
         return
     if getattr(arguments.add_megatron_arguments, "teaches_moeblaze", False):
         return
     arguments.add_megatron_arguments = _with_flags(arguments.add_megatron_arguments)
+    # Megatron calls it at each load but for --finetune, which leaves optimizers alone too, and
+    # before it touches the optimizer.
+    checkpointing.check_checkpoint_args = _with_checkpoint_check(
+        checkpointing.check_checkpoint_args
+    )
     # Modules of megatron.training have taken this function by name at their import.
     name = "core_transformer_config_from_args"
     original = getattr(arguments, name)
@@ -223,9 +244,10 @@ def install() -> None:
 
     Call it before arguments are parsed and before configs and layers are made. Argument parser,
     TransformerConfig and MoELayer are extended in place; with another dispatcher type they do
-    what they did. Further calls do nothing, nor is anything done to a Megatron that knows the
-    value already, but for adding the `--moeblaze-...` flags. Warns once if this version of
-    megatron-core was not tested.
+    what they did. So is the check of a checkpoint's arguments, which refuses flat optimizer state
+    that other experts have saved. Further calls do nothing, nor is anything done to a Megatron
+    that knows the value already, but for the `--moeblaze-...` flags and that check. Warns once if
+    this version of megatron-core was not tested.
     """
     _warn_if_untested()
     _install_core()
