@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import mcore_worker as m
 import torch
 import torch.distributed as dist
 
@@ -145,8 +146,6 @@ def assert_equal(results: dict, expected: dict, bound: float = BOUND) -> None:
 
 def batch(seed: int = 0, tokens: int = S, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """hidden_states and grad_output [tokens, B, H], of this rank's own."""
-    import mcore_worker as m
-
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     return list(torch.randn(2, tokens, B, m.H, generator=generator).to(dtype).cuda().unbind())
 
@@ -155,7 +154,6 @@ class Layer:
     """An MoE layer under Megatron's DDP and optimizer, which reduce and measure its gradients."""
 
     def __init__(self, dispatcher: str, layout: Layout, **fields: Any):
-        import mcore_worker as m
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -174,7 +172,6 @@ class Layer:
 
     def grads(self) -> dict[str, torch.Tensor]:
         """Reduced as Megatron's training loop does, one by one, and the norm of all of them."""
-        import mcore_worker as m
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.ddp])
@@ -219,8 +216,6 @@ def pair_of_layers(
 
     Megatron sums the gradients of fc2's biases over TP, which `sums_biases` leaves as it is.
     """
-    import mcore_worker as m
-
     layers = [Layer(dispatcher, layout, **fields) for dispatcher in ("alltoall", "moeblaze")]
     stock, ours = (layer.moe for layer in layers)
     for name, weight in m.expert_tensors(ours.experts).items():
@@ -285,22 +280,15 @@ VARIANTS = {
     "no-gate": ({"gated_linear_unit": False}, "fc1 is one half"),
     "recompute": ({**RECOMPUTE, **AUX}, "collectives run again inside backward"),
 }
-# fc1_output is about 0.1 here, so the clamp is, too.
-GPT_OSS = {
-    "activation_func": "quick_gelu",
-    "activation_func_clamp_value": 0.1,
-    "glu_linear_offset": 1.0,
-    "add_bias_linear": True,
-}
 BIASES = {
     "bias-of-linears": ({"add_bias_linear": True}, "received rows have prob-weighted biases"),
-    "gpt-oss": (GPT_OSS, "the same after quick-GeGLU with a clamp and an offset"),
-    "gpt-oss-recompute": ({**GPT_OSS, **RECOMPUTE, **AUX}, "biases in a forward inside backward"),
+    "gpt-oss": (m.GPT_OSS, "the same after quick-GeGLU with a clamp and an offset"),
+    "gpt-oss-recompute": ({**m.GPT_OSS, **RECOMPUTE, **AUX}, "biases in a forward inside backward"),
     "gpt-oss-drop": (
-        {**GPT_OSS, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "probs"},
+        {**m.GPT_OSS, "moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "probs"},
         "a dropped row adds no bias",
     ),
-    "gpt-oss-pad": ({**GPT_OSS, **PAD}, "nor does a padded one"),
+    "gpt-oss-pad": ({**m.GPT_OSS, **PAD}, "nor does a padded one"),
     "probs-on-input": (
         {
             "add_bias_linear": True,
@@ -312,7 +300,7 @@ BIASES = {
     ),
     "gpt-oss-probs-on-input": (
         {
-            **GPT_OSS,
+            **m.GPT_OSS,
             "moe_apply_probs_on_input": True,
             "moe_router_topk": 1,
             "moe_router_pre_softmax": True,
@@ -374,7 +362,7 @@ def megatron_sums_biases_over_tp(layout: Layout) -> None:
     """What docs/megatron.md says of Megatron's own experts; ours are reduced once."""
     from megatron.core import parallel_state
 
-    stock, ours = pair_of_layers(layout, sums_biases=True, **GPT_OSS)
+    stock, ours = pair_of_layers(layout, sums_biases=True, **m.GPT_OSS)
     theirs, found = (layer.run(*batch()) for layer in (stock, ours))
     assert off(found.pop("norm"), theirs.pop("norm")) > 0.01
     for name in theirs:
@@ -389,7 +377,7 @@ def megatron_sums_biases_over_tp(layout: Layout) -> None:
 @check(Layout(2, ep=2), "the plain case", slow=True)
 @check(Layout(2, ep=1, etp=2, tp=2), "TP with sequence parallelism", slow=True)
 @check(Layout(4, ep=2, tp=2), "TP with sequence parallelism, which no whole model runs here")
-@check(Layout(4, ep=2, tp=2), "biases under Adam", name="gpt-oss", slow=True, **GPT_OSS)
+@check(Layout(4, ep=2, tp=2), "biases under Adam", name="gpt-oss", slow=True, **m.GPT_OSS)
 @check(Layout(4, ep=2, cp=2), "CP, likewise", **AUX)
 @check(Layout(4, ep=2, etp=2), "expert TP")
 @check(Layout(8, ep=2, etp=2, tp=2, cp=2), "tokens split by TP and CP", slow=True, **AUX)
@@ -410,8 +398,6 @@ def layer_trains_as_alltoall(layout: Layout, **fields: Any) -> None:
 
 def assert_norm_counts_parameters(layer: Layer, layout: Layout) -> None:
     """Gradients of one everywhere: their norm is the root of the number of parameters (fault 8)."""
-    import mcore_worker as m
-
     layer.zero()
     for weight in layer.moe.parameters():
         weight.main_grad.fill_(1.0)
@@ -427,7 +413,7 @@ def assert_norm_counts_parameters(layer: Layer, layout: Layout) -> None:
 
 
 @check(Layout(2, ep=2), "router in fp32 beside bf16 tokens")
-@check(Layout(2, ep=2), "biases of bf16", name="gpt-oss", **GPT_OSS)
+@check(Layout(2, ep=2), "biases of bf16", name="gpt-oss", **m.GPT_OSS)
 @check(Layout(2, ep=1, etp=2), "expert TP sums in bf16", slow=True)
 @check(Layout(2, ep=2, tp=2), "sequence-parallel tokens", slow=True)
 @check(Layout(4, ep=4), "more ranks", slow=True)
@@ -458,14 +444,12 @@ def avoid_experts(experts: list[int]) -> Callable:
 
 @check(Layout(2, ep=2), "rank 1 receives no token (fault 1)", empty=range(4, 8))
 @check(Layout(2, ep=2), "rank 0 receives no token", name="first", empty=range(4))
-@check(Layout(2, ep=2), "biases without rows", name="gpt-oss", empty=range(4, 8), **GPT_OSS)
+@check(Layout(2, ep=2), "biases without rows", name="gpt-oss", empty=range(4, 8), **m.GPT_OSS)
 @check(Layout(2, ep=2), "6 bytes a row for prob and id", name="top1", empty=range(4, 8), **TOP1)
 @check(Layout(4, ep=2, etp=2), "none of the ranks of an expert receives any", empty=range(4, 8))
 @check(Layout(4, ep=4), "all tokens to one rank", empty=range(2, 8))
 def rank_without_tokens(layout: Layout, empty: range, **fields: Any) -> None:
     """Equal results, and every gradient of an expert without tokens exists and is 0."""
-    import mcore_worker as m
-
     stock, ours = pair_of_layers(layout, avoid_experts(list(empty)), **fields)
     hidden_states, grad_output = batch(4)
     # As with the router fixture of one process, all positive: the empty experts' scores are low.
@@ -576,8 +560,6 @@ def two_batches_in_flight(layout: Layout) -> None:
 @check(Layout(4, ep=2, etp=2), "with expert TP")
 def rank_that_sends_nothing(layout: Layout) -> None:
     """Rank 0 has no tokens, the others have; then no rank has; then rank 0's are all dropped."""
-    import mcore_worker as m
-
     moe = m.layer(**layout.fields()).cuda()
     first = dist.get_rank() == 0
     for tokens, dropped in ((0 if first else S, False), (0, False), (S, first)):
@@ -594,7 +576,7 @@ def rank_that_sends_nothing(layout: Layout) -> None:
         assert output.shape == hidden_states.grad.shape == hidden_states.shape
         assert probs.grad.shape == probs.shape and (probs.grad[~routing_map] == 0).all()
         for grad in m.expert_tensors(moe.experts, "grad").values():
-            assert grad.isfinite().all() and (tokens or grad is not None)
+            assert grad is not None and grad.isfinite().all()
 
 
 def expert_groups() -> Any:
@@ -720,6 +702,17 @@ def rows_that_do_not_arrive_are_told(layout: Layout) -> None:
         SplitExchange.wait = wait
 
 
+@check(Layout(2, ep=1, etp=2), "nobody is told sizes here, and collectives would differ in theirs")
+def unequal_tokens_are_told(layout: Layout) -> None:
+    from moeblaze_megatron.expert_parallel import dispatch, start_dispatch
+
+    groups, tokens = expert_groups(), 5 + dist.get_rank()
+    x, routing_map = torch.randn(tokens, 16).cuda(), torch.ones(tokens, 4, dtype=torch.bool).cuda()
+    pending = start_dispatch(x, routing_map.float(), routing_map, 4, groups, check=True)
+    message = told(lambda: dispatch(x, routing_map.float(), pending))
+    assert "share each expert have [5, 6] tokens" in message, message
+
+
 def told(function: Callable) -> str:
     try:
         function()
@@ -730,7 +723,6 @@ def told(function: Callable) -> str:
 
 @check(Layout(2, ep=2), "a router that gives a token more experts than topk")
 def more_experts_than_topk_are_refused(layout: Layout) -> None:
-    import mcore_worker as m
 
     moe = m.layer(**layout.fields())
     moe.token_dispatcher.topk = 1
@@ -739,7 +731,6 @@ def more_experts_than_topk_are_refused(layout: Layout) -> None:
 
 @check(Layout(2, ep=2), "gradients go to main_grad, tokens or not")
 def gradient_accumulation_fusion(layout: Layout) -> None:
-    import mcore_worker as m
 
     change = avoid_experts([4, 5, 6, 7])
     plain, fused = (
@@ -764,7 +755,6 @@ def gradient_accumulation_fusion(layout: Layout) -> None:
 
 def whole_experts(trainer: Any, layout: Layout) -> list[torch.Tensor]:
     """Every expert weight of the model in full, on every rank: [experts, 2F, H] and [.., H, F]."""
-    import mcore_worker as m
     from megatron.core import parallel_state
 
     def gathered(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -897,7 +887,6 @@ def plain_checkpoint_interchanges(layout: Layout) -> None:
 
     At another size it is refused, strictly or not.
     """
-    import mcore_worker as m
     from test_mcore_checkpoint import Trainer
 
     for saver, loader in (("moeblaze", "alltoall"), ("alltoall", "moeblaze")):

@@ -22,6 +22,13 @@ import pytest
 import torch
 
 E, H, F = 8, 32, 48
+# fc1_output is about 0.1 here, so the clamp is, too.
+GPT_OSS = {
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 0.1,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+}
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from moeblaze_megatron.expert_parallel.exchange import (
     all_gather,
     all_to_all,
     check_arrival,
+    check_equal_tokens,
     reduce_scatter,
 )
 from moeblaze_megatron.ops.experts import (
@@ -105,10 +106,16 @@ class PendingDispatch:
     check: bool
 
     def wait(self) -> Splits:
-        """The sizes. With one expert-parallel rank, T is equal on the expert-TP ranks."""
+        """The sizes. With one expert-parallel rank, T is equal on the expert-TP ranks.
+
+        Raises:
+            ValueError: ranks disagree, or, when checked, T is not equal.
+        """
         if self.exchange is not None:
             return self.exchange.wait()
         tokens, ranks = self.route.tokens, self.route.groups.tp_size
+        if self.check and ranks > 1:
+            check_equal_tokens(tokens, self.routing_map.device, self.route.groups.tp)
         pairs = tokens * min(self.topk, self.route.num_experts)
         return Splits([tokens], [tokens], [pairs], [tokens] * ranks, pairs, pairs * ranks)
 
@@ -132,8 +139,9 @@ def start_dispatch(
         routing_map: [T, EP*E] bool, at most `topk` experts in a row.
         topk: K.
         counters: count rows, once `dispatch` knows them.
-        check: look for rows with more than K experts, and whether what arrives is what was
-            announced, which waits for the device; always done on the CPU.
+        check: look for rows with more than K experts, and whether the routing that arrives is what
+            was announced, or T is equal where nothing is announced; waits for the device, and is
+            always done on the CPU.
     Raises:
         ValueError: experts that do not divide by EP, or more than 1,024; when checked, a row with
             more than K experts.

@@ -199,6 +199,22 @@ class SplitExchange:
             raise ValueError("expert-parallel ranks disagree: " + "; ".join(reasons))
 
 
+def check_equal_tokens(tokens: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Whether all ranks have as many tokens, which none then has to be told; waits for the device.
+
+    Raises:
+        ValueError: some rank has more or fewer than another.
+    """
+    mine = torch.tensor([tokens], device=device)
+    every = mine.new_empty(group.size())
+    dist.all_gather_into_tensor(every, mine, group=group)
+    if every.min() != every.max():
+        raise ValueError(
+            f"the ranks that share each expert have {every.tolist()} tokens; give them equal "
+            "numbers, or use expert parallelism or --expert-tensor-parallel-size 1"
+        )
+
+
 def check_arrival(ids: torch.Tensor, splits: Splits, num_experts: int) -> None:
     """Whether what arrived is what was announced; waits for the device.
 

@@ -116,6 +116,9 @@ class _Stream:
     cuda_stream = 0
     device = CPU
 
+    def __init__(self, *args, **kwargs):
+        pass
+
     def wait_stream(self, stream):
         pass
 
