@@ -259,10 +259,12 @@ def test_frozen_operands(device):
     out.backward(t["grad_output"])
     want = check(case, device, torch.float32)["grad_x"]
     assert torch.equal(x.grad, want)
-    with torch.no_grad():
-        assert moeblaze_experts(
-            x, t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs
-        ).equal(out)
+    for grad_mode in (False, True):
+        with torch.set_grad_enabled(grad_mode):
+            again = moeblaze_experts(
+                x.detach(), t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs
+            )
+        assert again.equal(out) and again.grad_fn is None
 
 
 @pytest.mark.parametrize("name", ["fc1_bias", "fc2_bias"])
@@ -332,6 +334,28 @@ def test_gradient_accumulation_fusion(device, dtype, workspace_bytes, nan_filled
         assert weight.grad_added_to_main_grad and weight.grad is not None
     for name, bias in biases.items():  # as Megatron's linears: `grad`, for DDP to add
         assert torch.equal(bias.grad, 2 * plain[f"grad_{name}"])
+
+
+PRECISION = """
+import torch
+
+from moeblaze_megatron.ops.tiles import input_precision
+
+matmul, found = torch.backends.cuda.matmul, [input_precision()]
+for allowed in (True, False):
+    matmul.allow_tf32 = allowed
+    found.append(input_precision())
+for precision in ("tf32", "ieee"):  # from now on torch refuses to say what allow_tf32 is
+    matmul.fp32_precision = precision
+    found.append(input_precision())
+print(*found)
+"""
+
+
+def test_tf32_by_either_setting_of_torch(plain_env):
+    command = [sys.executable, "-W", "ignore", "-c", PRECISION]
+    result = subprocess.run(command, env=plain_env, check=True, stdout=subprocess.PIPE, text=True)
+    assert result.stdout.split() == ["ieee", "tf32", "ieee", "tf32", "ieee"]
 
 
 def test_nan_stays_visible(device):
@@ -412,12 +436,43 @@ def test_autocast(device):
     case = Case(30, 32, 32, 4, 2, "autocast", bias=True)
     ids, probs = routing(case, device)
     t = operands(case, device, torch.float32)
-    del t["grad_output"]
-    with torch.autocast(device, torch.bfloat16):
-        out = moeblaze_experts(**t, topk_indices=ids, topk_probs=probs)
     half = {name: tensor.bfloat16() for name, tensor in t.items()}
-    half = moeblaze_experts(**half, topk_indices=ids, topk_probs=probs)
-    assert out.dtype is torch.bfloat16 and torch.equal(out, half)
+    want = run(layer_of(ids), half, probs)
+
+    def layer(*arguments, **biases):
+        with torch.autocast(device, torch.bfloat16):
+            return layer_of(ids)(*arguments, **biases)
+
+    got = run(layer, t | {"grad_output": half["grad_output"]}, probs)
+    assert got["output"].dtype is torch.bfloat16 and got.keys() == want.keys()
+    for name, value in got.items():
+        assert name == "output" or value.dtype is torch.float32
+        assert torch.equal(value, want[name].to(value.dtype)), name
+
+
+@pytest.mark.parametrize("size", [16, 20])
+def test_autocast_into_main_grad(device, size, nan_filled):
+    """Sizes are refused by the dtype that the experts run in: 20 are 80 bytes, 40 in bf16."""
+    case = Case(30, size, size, 4, 2, "autocast, main_grad")
+    ids, probs = routing(case, device)
+    t = operands(case, device, torch.float32)
+    main_grads(t, 0.0)
+    args = [t[name] for name in ("x", "fc1_weight", "fc2_weight")]
+
+    def step():
+        with torch.autocast(device, torch.bfloat16):
+            return moeblaze_experts(
+                *args, topk_indices=ids, topk_probs=probs, gradient_accumulation_fusion=True
+            )
+
+    if size % 8:
+        with pytest.raises(ValueError, match=r"H=20, F=20 in torch.bfloat16 are not"):
+            step()
+        return
+    step().backward(t["grad_output"].bfloat16())
+    for weight in args[1:]:
+        assert weight.grad_added_to_main_grad and weight.main_grad.isfinite().all()
+        assert weight.main_grad.any()
 
 
 def test_biases_in_any_layout(device):
@@ -754,15 +809,21 @@ def test_no_host_synchronisation():
 def test_memory_stays_flat_under_uneven_routing():
     case = Case(2000, 256, 128, 8, 2, "uneven")
     t = operands(case, "cuda", torch.bfloat16)
-    x = t["x"].requires_grad_()
+    x, grad_output = t["x"].requires_grad_(), t["grad_output"]
     levels = []
     for seed in range(200):
-        ids, probs = routing(case, "cuda", seed)
-        args = (x, t["fc1_weight"], t["fc2_weight"])
-        moeblaze_experts(*args, topk_indices=ids, topk_probs=probs).backward(t["grad_output"])
-        x.grad = None
-        levels.append(torch.cuda.max_memory_allocated())
-    assert levels[-1] == levels[20]
+        if seed == 20:
+            torch.cuda.reset_peak_memory_stats()
+        T = case.T - 37 * (seed % 19)
+        ids, probs = (each[:T] for each in routing(case, "cuda", seed))
+        out = moeblaze_experts(
+            x[:T], t["fc1_weight"], t["fc2_weight"], topk_indices=ids, topk_probs=probs
+        )
+        out.backward(grad_output[:T])
+        x.grad = out = None
+        stats = torch.cuda.memory_stats()
+        levels.append([stats[f"requested_bytes.all.{of}"] for of in ("current", "peak")])
+    assert levels[-1] == levels[20 + 18]
 
 
 @pytest.mark.gpu

@@ -462,6 +462,7 @@ def _check_arguments(
     H, (E, _, ffn) = x.shape[1], fc2_weight.shape
     width = 2 * ffn if activation.gated else ffn
     autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     dtypes = PROBS_DTYPES if kernels_for(x) is reference else DTYPES
 
     if not (H and ffn):
@@ -508,11 +509,11 @@ def _check_arguments(
     if (
         fusion
         and kernels_for(x) is kernels
-        and (H * x.element_size() % 16 or ffn * x.element_size() % 16)
+        and (H * dtype.itemsize % 16 or ffn * dtype.itemsize % 16)
     ):
         reasons.append(
             f"gradient_accumulation_fusion=True needs rows of whole 16 bytes; H={H}, F={ffn} in "
-            f"{x.dtype} are not"
+            f"{dtype} are not"
         )
     if workspace_bytes is not None and not (_is_int(workspace_bytes) and workspace_bytes > 0):
         reasons.append(f"workspace_bytes={workspace_bytes!r} must be a positive int")

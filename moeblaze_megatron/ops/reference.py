@@ -393,7 +393,12 @@ def wgrad(
     accumulate: bool,
     gather: str | None = None,
 ) -> torch.Tensor:
-    """out[e] (+)= a[rows]^T b[rows]; zeros, or left as it is, for an expert without rows."""
+    """out[e] (+)= a[rows]^T b[rows]; zeros, or left as it is, for an expert without rows.
+
+    What is added is rounded with the sum, as `out` is, and not before.
+    """
+    if accumulate:
+        a, b = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (a, b))
     for e, rows in _experts(lists):
         token = lists.expert_token_indices[rows]
         grad = a[token if gather == "a" else rows].T @ b[token if gather == "b" else rows]

@@ -22,5 +22,8 @@ BLOCK_R = 16 if interpreting() else 128
 
 
 def input_precision() -> str:
-    """`tl.dot` precision of fp32 operands: tf32 only where torch itself may use it."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """`tl.dot` precision of fp32 operands: tf32 only where torch itself may use it.
+
+    By the newer of torch's two settings, which may be read after either was written.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
