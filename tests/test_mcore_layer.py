@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,13 +24,6 @@ class Case:
         return self.why
 
 
-# fc1_output is about 0.1 here, so the clamp is, too.
-GPT_OSS = {
-    "activation_func": "quick_gelu",
-    "activation_func_clamp_value": 0.1,
-    "glu_linear_offset": 1.0,
-    "add_bias_linear": True,
-}
 ON_INPUT = {
     "moe_router_topk": 1,
     "moe_router_pre_softmax": True,
@@ -94,8 +88,8 @@ CASES = [
     Case("bias", {"add_bias_linear": True}),
     Case("bias without a gate", {"add_bias_linear": True, "gated_linear_unit": False}),
     Case("quick geglu", {"activation_func": "quick_gelu"}),
-    Case("quick geglu, clamp, offset, bias", GPT_OSS),
-    Case("the same, fused by the others", {**GPT_OSS, "bias_activation_fusion": True}),
+    Case("quick geglu, clamp, offset, bias", m.GPT_OSS),
+    Case("the same, fused by the others", {**m.GPT_OSS, "bias_activation_fusion": True}),
     Case("clamp of swiglu", {"activation_func_clamp_value": 0.1}),
     Case("offset of geglu", {"activation_func": F.gelu, "glu_linear_offset": 0.5}),
     Case(
@@ -488,6 +482,21 @@ def test_a_kernel_table_is_checked_when_a_layer_is_built():
             m.layer()
         config.moeblaze_kernel_table = None
         m.layer()
+
+
+@in_megatron
+def test_a_layer_without_a_kernel_table_leaves_the_one_in_use():
+    from moeblaze_megatron.ops import table
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "_named", None)
+        file = Path(folder) / "kernel_table.json"
+        table.save({table.Key("copy", "any", 32): table.Copy(7, 7, 7)}, file, "a test")
+        table.use(file)
+        m.layer()
+        assert table.configuration("copy", torch.empty(1), 64, 64) == table.Copy(7, 7, 7)
+    table.use(None)
+    assert table.configuration("copy", torch.empty(1), 64, 64) != table.Copy(7, 7, 7)
 
 
 @in_megatron

@@ -187,6 +187,7 @@ def test_a_table_for_a_gpu_is_not_used_on_a_cpu(tmp_path, monkeypatch):
     path = tmp_path / "kernel_table.json"
     table.save({Key("copy", "NVIDIA H200", 16): Copy(0, 0, 4)}, path, "a test")
     with monkeypatch.context() as on_a_cpu:
+        on_a_cpu.setattr(table, "_named", None)
         on_a_cpu.setattr(table, "interpreting", lambda: False)
         on_a_cpu.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.warns(

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeblaze_megatron import tune
+from moeblaze_megatron import index_lists_from_topk, tune
+from moeblaze_megatron.bench import measure
 from moeblaze_megatron.bench.shapes import Shape
-from moeblaze_megatron.ops import hopper, kernels, table
+from moeblaze_megatron.ops import hopper, kernels, reference, table
 from moeblaze_megatron.ops.table import Copy, Ring, Tile
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,30 @@ def test_a_candidate_that_computes_something_else_is_skipped(few, monkeypatch, c
     assert groups.pop("rows") == 8
     assert set(groups.values()) == {16}
     assert "skipped group=16: ValueError: rows_gemm is off by 1.0e-02" in capsys.readouterr().err
+
+
+def test_a_few_wrong_rows_among_many_are_seen(monkeypatch):
+    """By the norm of all rows, one in 40,000 is within what bf16 explains."""
+    a, weight = torch.randn(40_000, 16).bfloat16(), torch.randn(1, 16, 16).bfloat16()
+    lists = index_lists_from_topk(torch.zeros(40_000, 1, dtype=torch.int32), 1)
+    right = reference.rows_gemm
+
+    def wrong(*arguments, **options):
+        out = right(*arguments, **options)
+        out[5000] = 0
+        return out
+
+    arguments = (a, weight, lists, torch.empty_like(a), 0, False, True)
+    call = tune.Call("rows_gemm", arguments, {})
+    monkeypatch.setattr(kernels, "rows_gemm", right)
+    tune.verify_calls([call])
+    monkeypatch.setattr(kernels, "rows_gemm", wrong)
+    whole = (wrong(*arguments).float() - right(*arguments).float()).norm() / right(
+        *arguments
+    ).norm()
+    assert whole < measure.ERROR_LIMIT[torch.bfloat16]
+    with pytest.raises(ValueError, match="rows_gemm is off by"):
+        tune.verify_calls([call])
 
 
 def test_of_two_shapes_in_one_class_the_first_decides(few):

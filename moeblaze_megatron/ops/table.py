@@ -286,19 +286,26 @@ _named: Path | None = None
 
 
 def use(path: str | os.PathLike | None) -> None:
-    """Lets the table in a file come before the package's own; None takes MOEBLAZE_KERNEL_TABLE's.
+    """Lets the table in a file come before the package's own, for the whole process.
+
+    None leaves the one in use, which is MOEBLAZE_KERNEL_TABLE's if none was named, and checks it.
 
     Raises:
         ValueError: naming everything that is wrong with it, and when it has nothing for this GPU.
     """
     global _named
-    _named = Path(path) if path else None
+    before = _named
+    _named = Path(path) if path else before
     _tables.cache_clear()
     _find.cache_clear()
-    if interpreting() or not torch.cuda.is_available():
-        _tables(gpus_of(torch.empty(0)))
-    else:  # without a tensor, which would take this process's first GPU
-        _tables(_gpus_of_device(torch.device("cuda")))
+    try:
+        if interpreting() or not torch.cuda.is_available():
+            _tables(gpus_of(torch.empty(0)))
+        else:  # without a tensor, which would take this process's first GPU
+            _tables(_gpus_of_device(torch.device("cuda")))
+    except ValueError:
+        _named = before
+        raise
 
 
 @lru_cache
