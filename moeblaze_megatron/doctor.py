@@ -31,7 +31,7 @@ from moeblaze_megatron.ops.reference import moe_reference
 from moeblaze_megatron.version import __version__
 
 NEEDED = {"torch": "2.10", "triton": "3.6"}
-TESTED = {"torch": "2.11", "triton": "3.6"}
+TESTED = {"torch": "2.11", "triton": "3.8"}
 OPTIONAL = {"transformer-engine": "transformer_engine", "apex": "apex"}
 SMALL = Shape(256, 64, 32, 8, 2)
 LARGE = replace(SHAPES["qwen3-30b"], T=16384)
