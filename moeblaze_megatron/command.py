@@ -1,9 +1,17 @@
-"""How the command-line tools of this package end."""
+"""How the command-line tools of this package end, and what they may write."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+
+def can_write(path: Path) -> bool:
+    """Whether a file can be written there: asked before the work, not when it could be lost."""
+    if path.exists():
+        return not path.is_dir() and os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -19,6 +27,8 @@ def run(main: Callable[[], None]) -> None:
         except SystemExit as end:  # argparse's, behind a page of help, or the tool's own
             status = end.code
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = "interrupted"
     except BrokenPipeError:
         # Python flushes once more when it ends, which would be told as an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

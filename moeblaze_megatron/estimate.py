@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from moeblaze_megatron import command
+from moeblaze_megatron.ops.index_lists import MAX_EXPERTS, MAX_TOPK
 from moeblaze_megatron.ops.memory import LayerBytes
 
 GIB = 2**30
@@ -133,6 +134,9 @@ def check(flags: argparse.Namespace, others: list[str]) -> None:
     E, ep = flags.num_experts, flags.expert_model_parallel_size
     if flags.moe_router_topk > E:
         wrong.append(f"--moe-router-topk {flags.moe_router_topk} of --num-experts {E}")
+    for name, most in (("num_experts", MAX_EXPERTS), ("moe_router_topk", MAX_TOPK)):
+        if getattr(flags, name) > most:
+            wrong.append(f"--{name.replace('_', '-')} is at most {most} with moeblaze")
     if ep > 0 and E % ep:
         wrong.append(f"--expert-model-parallel-size {ep} does not divide --num-experts {E}")
     if flags.moeblaze_recompute_fc1 and flags.activation_func_fp8_input_store:

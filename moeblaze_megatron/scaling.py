@@ -87,12 +87,13 @@ def table(model: Model, tokens: int) -> list[str]:
         if model.experts % ep:
             continue
         stock, ours = (traffic(model, ep, tokens, by_rank) for by_rank in (False, True))
+        saved = round(1 - ours.nbytes / stock.nbytes, 3) + 0.0  # no -0
 
         def both(value, digits):
             return f"{value(stock):.{digits}f} -> {value(ours):.{digits}f}"  # noqa: B023
 
         lines.append(
-            f"| {ep} | {stock.rows:.0f} | {ours.rows:.2f} | {1 - ours.nbytes / stock.nbytes:.1%} "
+            f"| {ep} | {stock.rows:.0f} | {ours.rows:.2f} | {saved:.1%} "
             f"| {both(lambda t: t.nbytes / 1e6, 0)} "
             f"| {both(lambda t: t.nbytes * model.layers / 1e9, 1)} "
             f"| {both(lambda t: t.nvlink * 1e3, 2)} | {both(lambda t: t.nodes * 1e3, 2)} |"

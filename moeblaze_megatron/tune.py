@@ -41,7 +41,7 @@ from moeblaze_megatron.bench.shapes import (
     Inputs,
     Shape,
     inputs_for,
-    shape_from,
+    shapes_from,
 )
 from moeblaze_megatron.ops import experts, kernels, reference, table
 from moeblaze_megatron.ops.activation import ACTIVATIONS
@@ -390,13 +390,6 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def can_write(path: Path) -> bool:
-    """Asked before the search, not when there is something to lose."""
-    if path.exists():
-        return os.access(path, os.W_OK)
-    return path.parent.is_dir() and os.access(path.parent, os.W_OK)
-
-
 def list_plan(shapes: list[tuple[str, Shape]], dtype: torch.dtype, arch: int) -> None:
     for title, shape in shapes:
         print(f"{title}: T, H, F, E, K = {shape}")
@@ -418,17 +411,24 @@ def main() -> None:
         major, minor = torch.cuda.get_device_capability()
         arch = 10 * major + minor
     try:
-        shapes = [(text, shape_from(text, arguments.activation)) for text in arguments.shapes]
+        shapes = shapes_from(arguments.shapes, arguments.activation)
         if arguments.steps < 2:
             raise ValueError("--steps is at least 2")
         if not arguments.budget > 0:
             raise ValueError(f"--budget is above 0 seconds, got {arguments.budget}")
         if not (has_gpu or interpreting() or arguments.dry_run):
             raise ValueError("no CUDA GPU was found; --dry-run lists what would be tried on one")
-        table.use(None)
-        before = table.load(arguments.output) if arguments.output.exists() else {}
-        if not (arguments.dry_run or can_write(arguments.output)):
+        if not command.can_write(arguments.output):
             raise ValueError(f"--output {arguments.output} cannot be written; name another file")
+        try:
+            before = table.load(arguments.output) if arguments.output.exists() else {}
+        except ValueError as error:
+            reason = str(error).partition(": ")[2].partition(": make it with")[0]
+            raise ValueError(
+                f"--output {arguments.output} is there and no kernel table ({reason}); delete it, "
+                "or name another file"
+            ) from None
+        table.use(None)
     except ValueError as error:
         p.error(str(error))
     if arguments.dry_run:
@@ -445,15 +445,16 @@ def main() -> None:
     )
     where = torch.cuda.get_device_name() if has_gpu else "Triton's interpreter"
     made_by = f"{where}, {versions([])}, moeblaze-megatron {__version__}: {' '.join(sys.argv[1:])}"
+    status = None
     try:
         tuner.expect(shapes, arch)
         for title, shape in shapes:
             tuner.tune(title, shape)
             release()
     except TimeoutError:
-        tuner.progress(f"--budget {arguments.budget:.0f} is spent: the rest stays as it is")
+        tuner.progress(f"--budget {arguments.budget:g} is spent: the rest stays as it is")
     except KeyboardInterrupt:
-        tuner.progress("interrupted: the rest stays as it is")
+        status = "tune: interrupted, the rest stays as it is"
     finally:
         if compilers:
             compilers.stop()
@@ -463,6 +464,8 @@ def main() -> None:
         print(f"{key}: {tuner.gains[key]:.3f}x with {difference(None, value)}")
     if tuner.found:
         print(f"wrote {arguments.output}: export {table.VARIABLE}={arguments.output.resolve()}")
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

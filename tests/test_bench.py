@@ -277,7 +277,15 @@ def test_command_line_names_what_is_wrong(plain_env):
         (["expert_parallel"], "expert_parallel runs on several ranks: torchrun"),
         (["weak_scaling", "--ranks", "2"], "--ranks takes two or more numbers"),
         (["weak_scaling", "--ranks", "0", "1"], "each 1 or more; got [0, 1]"),
-        (["layer", "8,8,8,4,2", "--json", "/missing/x.json"], "there is no folder /missing"),
+        (
+            ["layer", "8,8,8,4,2", "--json", "/missing/x.json"],
+            "/missing/x.json cannot be written",
+        ),
+        (["layer", "8,8,8,4,2", "--json", "/"], "--json / cannot be written; name another file"),
+        (["layer", "8,8,8,4,2", "--plot", __file__], "test_bench.py is no folder; name another"),
+        (["layer", "0,8,8,2,1", "8", "--steps", "1"], "--steps is at least 10 and --sets at least"),
+        (["layer", "0,8,8,2,1", "8", "--steps", "1"], "'0,8,8,2,1': sizes are positive and K is"),
+        (["layer", "0,8,8,2,1", "8", "--steps", "1"], "shape '8' is neither T,H,F,E,K nor one of"),
         (["weak_scaling", "9,8,8,6,2", "--ranks", "1", "4"], "6 experts do not divide by 4 ranks"),
     ):
         command = [sys.executable, "-m", "moeblaze_megatron.bench", *words]

@@ -41,6 +41,14 @@ def test_the_status_of_the_tool_stays(status):
     assert end.value.code == status
 
 
+def test_an_interrupt_ends_without_a_traceback():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="interrupted"):
+        command.run(interrupted)
+
+
 def test_other_errors_stay():
     with pytest.raises(ZeroDivisionError):
         command.run(lambda: 1 / 0)

@@ -524,6 +524,11 @@ class Wrapper(torch.Tensor):
     __tensor_flatten__ = __tensor_unflatten__ = None
 
 
+def with_main_grad(weight, dtype):
+    weight.requires_grad_().main_grad = torch.zeros(weight.shape, dtype=dtype)
+    return weight
+
+
 BAD = {
     "fc1_weight has shape": dict(fc1_weight=torch.zeros(4, 32, 32)),
     "fc2_weight is torch.bfloat16": dict(fc2_weight=torch.zeros(4, 32, 32).bfloat16()),
@@ -551,6 +556,10 @@ BAD = {
     "in one form": dict(probs=torch.ones(8, 4)),
     "fc2_weight has no main_grad": dict(
         fc2_weight=torch.zeros(4, 32, 32, requires_grad=True), gradient_accumulation_fusion=True
+    ),
+    "fc1_weight.main_grad is torch.int64; use fp32": dict(
+        fc1_weight=with_main_grad(torch.zeros(4, 64, 32), torch.int64),
+        gradient_accumulation_fusion=True,
     ),
     "x is a list, not a tensor": dict(x=[[0.0] * 32] * 8),
     "topk_probs is a float, not a tensor": dict(topk_probs=0.5),

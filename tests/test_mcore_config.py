@@ -17,6 +17,7 @@ from moeblaze_megatron.mcore.config import (
     unsupported_arguments,
     unsupported_checkpoint,
 )
+from moeblaze_megatron.ops import table
 
 REFUSED = {
     "expert_gtp_weight_remat_size": 2,
@@ -357,15 +358,15 @@ def parse(line):
 def test_command_line_reaches_the_config():
     from megatron.training.arguments import core_transformer_config_from_args
 
-    args = parse(
-        "moeblaze --disable-bias-linear --moeblaze-workspace-mb 64 --moeblaze-kernel-table a.json"
-    )
+    args = parse("moeblaze --disable-bias-linear --moeblaze-workspace-mb 64")
+    args.moeblaze_kernel_table = str(table.SHIPPED)
     config = core_transformer_config_from_args(args)
+    table._named = None
     assert config.moe_token_dispatcher_type == "moeblaze"
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is False
     assert config.activation_func_fp8_input_store is False
     assert config.moeblaze_workspace_mb == 64
-    assert config.moeblaze_kernel_table == "a.json"
+    assert config.moeblaze_kernel_table == str(table.SHIPPED)
     args = parse("moeblaze --disable-bias-linear --moeblaze-recompute-fc1 --moeblaze-check-routing")
     config = core_transformer_config_from_args(args)
     assert config.moeblaze_recompute_fc1 is config.moeblaze_check_routing is True
@@ -423,14 +424,13 @@ def test_fp8_input_store_and_recompute_are_refused_together():
 def test_command_line_reports_config_and_arguments_together():
     from megatron.training.arguments import core_transformer_config_from_args
 
-    args = parse("moeblaze --moe-apply-probs-on-input")
+    args = parse("moeblaze --moe-apply-probs-on-input --moeblaze-kernel-table none.json")
     args.optimizer = "muon"
     with pytest.raises(ValueError) as error:
         core_transformer_config_from_args(args)
-    assert [line.split("=")[0].strip() for line in str(error.value).splitlines()[1:]] == [
-        "moe_apply_probs_on_input",
-        "optimizer",
-    ]
+    found = [line.strip() for line in str(error.value).splitlines()[1:]]
+    starts = ("moe_apply_probs_on_input=", "optimizer=", "kernel table none.json: ")
+    assert len(found) == 3 and all(map(str.startswith, found, starts)), found
 
 
 @pytest.mark.parametrize("line", ["moeblase", "moeblaze --moeblaze-workspace-mb 0"])

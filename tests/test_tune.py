@@ -166,16 +166,17 @@ def test_an_interrupt_keeps_what_was_found(few, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(tune, "time_calls", time_calls)
     monkeypatch.setattr(tune, "Compilers", lambda dtype, arch: None)
-    main(monkeypatch, *WORDS, "--output", tmp_path / "found.json")
+    with pytest.raises(SystemExit, match="tune: interrupted, the rest stays as it is"):
+        main(monkeypatch, *WORDS, "--output", tmp_path / "found.json")
     assert len(table.load(tmp_path / "found.json")) == 2
-    assert "interrupted" in capsys.readouterr().err
+    assert f"wrote {tmp_path / 'found.json'}" in capsys.readouterr().out
 
 
 def test_a_budget_ends_the_search(few, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune, "Compilers", lambda dtype, arch: None)
     main(monkeypatch, *WORDS, "--output", tmp_path / "found.json", "--budget", 1e-9)
     assert not (tmp_path / "found.json").exists()
-    assert "--budget 0 is spent" in capsys.readouterr().err
+    assert "--budget 1e-09 is spent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -189,8 +190,9 @@ def test_a_budget_ends_the_search(few, monkeypatch, tmp_path, capsys):
         ((*WORDS, "--budget", "0"), "--budget is above 0 seconds, got 0"),
         ((*WORDS, "--budget", "nan"), "--budget is above 0 seconds, got nan"),
         ((*WORDS, "--output", "/missing/found.json"), "--output /missing/found.json cannot be"),
-        ((*WORDS, "--output", "/"), "kernel table /"),
-        ((*WORDS, "--output", __file__), "kernel table"),
+        ((*WORDS, "--output", "/"), "--output / cannot be written; name another file"),
+        ((*WORDS, "--output", "/", "--dry-run"), "--output / cannot be written; name another file"),
+        ((*WORDS, "--output", __file__), "test_tune.py is there and no kernel table ("),
     ],
 )
 def test_wrong_words_are_named(words, reason, monkeypatch, capsys):

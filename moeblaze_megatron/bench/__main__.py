@@ -38,7 +38,7 @@ from moeblaze_megatron.bench.shapes import (
     Inputs,
     Shape,
     inputs_for,
-    shape_from,
+    shapes_from,
 )
 from moeblaze_megatron.ops import table
 from moeblaze_megatron.ops.activation import ACTIVATIONS
@@ -83,8 +83,6 @@ def prepare(title: str, shape: Shape, sets: list[Inputs], peers: list[str]) -> t
                 rows[name]["error"] = check(name, peer, layer, own[0], want)
                 rows[name] |= measure_memory(layer, own[0])
         except FOREIGN as error:
-            if not peer.imports:
-                raise
             synchronize()  # raises once more where the GPU itself is in error
             rows[name] = {"failed": f"{type(error).__name__}: {error}"}
         else:
@@ -432,15 +430,23 @@ def settle(arguments) -> None:
         ValueError: naming what is wrong, and what to do.
     """
     table.use(None)
+    reasons, plot = [], getattr(arguments, "plot", None)
     if arguments.steps < 10 or arguments.sets < 1:
         sets = "--layers" if arguments.command == "host" else "--sets"
-        raise ValueError(f"--steps is at least 10 and {sets} at least 1")
-    if arguments.json and not arguments.json.parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
-    if getattr(arguments, "plot", None) and not find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        reasons.append(f"--steps is at least 10 and {sets} at least 1")
+    if arguments.json and not command.can_write(arguments.json):
+        reasons.append(f"--json {arguments.json} cannot be written; name another file")
+    if plot and plot.exists() and not plot.is_dir():
+        reasons.append(f"--plot {plot} is no folder; name another")
+    if plot and not find_spec("matplotlib"):
+        reasons.append("--plot needs matplotlib: pip install matplotlib")
     texts = [arguments.shapes] if isinstance(arguments.shapes, str) else arguments.shapes
-    arguments.shapes = [(text, shape_from(text, arguments.activation)) for text in texts]
+    try:
+        arguments.shapes = shapes_from(texts, arguments.activation)
+    except ValueError as error:
+        reasons.append(str(error))
+    if reasons:
+        raise ValueError("; ".join(reasons))
     if arguments.command == "scaling":
         text, shape = arguments.shapes[0]
         if shape.K * 4 > shape.E:
@@ -499,7 +505,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("bench: interrupted")
     finally:  # what was measured before an error or an interrupt is kept
-        if arguments.json and RANK == 0:
+        if arguments.json and RANK == 0 and len(report) > 1:
             arguments.json.write_text(json.dumps(report, indent=1))
 
 

@@ -79,6 +79,7 @@ def start() -> str:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=1,
     )
+    version = version.partition("+")[0]  # Megatron adds the commit of the folder's repository
     return f"{backend}{shared}, EP {dist.get_world_size()}, megatron-core {version}"
 
 

@@ -58,7 +58,7 @@ def shape_from(text: str, activation: str) -> Shape:
     if text in SHAPES:
         return replace(SHAPES[text], activation=activation)
     sizes = text.split(",")
-    if len(sizes) != 5 or not all(size.strip().isdigit() for size in sizes):
+    if len(sizes) != 5 or not all(size.strip().removeprefix("-").isdigit() for size in sizes):
         raise ValueError(f"shape {text!r} is neither T,H,F,E,K nor one of {', '.join(SHAPES)}")
     shape = Shape(*map(int, sizes), activation)
     if shape.K > shape.E or min(map(int, sizes)) < 1:
@@ -66,6 +66,23 @@ def shape_from(text: str, activation: str) -> Shape:
     if shape.E > MAX_EXPERTS or shape.K > MAX_TOPK:
         raise ValueError(f"shape {text!r}: E is at most {MAX_EXPERTS} and K at most {MAX_TOPK}")
     return shape
+
+
+def shapes_from(texts: list[str], activation: str) -> list[tuple[str, Shape]]:
+    """[(text, its shape)].
+
+    Raises:
+        ValueError: naming all that are none.
+    """
+    shapes, reasons = [], []
+    for text in texts:
+        try:
+            shapes.append((text, shape_from(text, activation)))
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return shapes
 
 
 ROUTINGS = ("uneven", "uniform", "zipf", "half-empty", "one-expert")

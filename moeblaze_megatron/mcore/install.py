@@ -154,10 +154,16 @@ def _with_flags_on_config(config_from_args: Callable) -> Callable:
     @functools.wraps(config_from_args)
     def wrapped(args: Any, *rest: Any, **kwargs: Any) -> Any:
         from moeblaze_megatron.mcore.config import UnsupportedSettings, unsupported_arguments
+        from moeblaze_megatron.ops import table
 
         chosen = args.moe_token_dispatcher_type == VALUE and args.num_experts
         reasons = unsupported_arguments(args) if chosen else []
-        if not chosen:
+        if chosen:
+            try:
+                table.use(getattr(args, "moeblaze_kernel_table", None))
+            except ValueError as error:
+                reasons.append(str(error))
+        else:
             given = (name for name in (*FLAGS, "moeblaze_report_rows") if getattr(args, name, None))
             flags = tuple(f"--{name.replace('_', '-')}" for name in given)
             what = args.moe_token_dispatcher_type if args.num_experts else "a dense model"

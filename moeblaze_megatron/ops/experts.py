@@ -499,6 +499,8 @@ def _check_arguments(
                 reasons.append(f"gradient_accumulation_fusion=True, but {name} has no main_grad")
             elif grad.device != x.device:
                 reasons.append(f"{name}.main_grad is on {grad.device}, but x is on {x.device}")
+            elif not grad.is_floating_point():
+                reasons.append(f"{name}.main_grad is {grad.dtype}; use fp32, or {weight.dtype}")
             elif grad.numel() != weight.numel() or not grad.is_contiguous():
                 reasons.append(
                     f"{name}.main_grad is {tuple(grad.shape)} with strides {grad.stride()}; "
