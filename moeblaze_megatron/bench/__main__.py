@@ -30,7 +30,7 @@ from moeblaze_megatron.bench.measure import (
     time_calls,
     time_layers,
 )
-from moeblaze_megatron.bench.peers import CEILING, PEERS, chosen, installed, versions
+from moeblaze_megatron.bench.peers import CEILING, OURS, PEERS, chosen, installed, versions
 from moeblaze_megatron.bench.shapes import (
     DEVICE,
     ROUTINGS,
@@ -83,6 +83,8 @@ def prepare(title: str, shape: Shape, sets: list[Inputs], peers: list[str]) -> t
                 rows[name]["error"] = check(name, peer, layer, own[0], want)
                 rows[name] |= measure_memory(layer, own[0])
         except FOREIGN as error:
+            if name in OURS:
+                raise
             synchronize()  # raises once more where the GPU itself is in error
             rows[name] = {"failed": f"{type(error).__name__}: {error}"}
         else:
