@@ -12,11 +12,13 @@ from its last checkpoint.
 import argparse
 import importlib.util
 import json
+import os
 import shutil
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -44,6 +46,7 @@ OUT_OF_MEMORY = (
     *("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory"),
     "Failed to CUDA calloc",  # NCCL's
 )
+CHECKPOINT = "checkpoint/latest_checkpointed_iteration.txt"  # there once a run has saved
 RUNS = ("baseline", "other", "noise")  # the last with the next seed
 TRY_ITERATIONS = 4  # of --find-max-batch; the optimizer's state is there from the second on
 
@@ -87,7 +90,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "their own; may be repeated; the same command without it reports",
     )
     parser.add_argument(
-        "--iters", type=int, default=60, metavar="N", help="without flags of yours (default: 60)"
+        "--iters", type=int, metavar="N", help="without flags of yours (default: 60)"
     )
     parser.add_argument(
         "--find-max-batch",
@@ -97,7 +100,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-step",
         type=int,
-        default=1,
         metavar="N",
         help="with --find-max-batch: try multiples of N alone, fewer then (default: 1)",
     )
@@ -119,10 +121,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     refused = OWN_FLAGS | (INCOMPLETE if saves(arguments.training) else {})
     wrong = [f"leave out {flag}: {why}" for flag, why in refused.items() if flag in given]
     for name, least in (("processes", 1), ("batch_step", 1), ("iters", 2 * TIMED_UNTIL)):
-        if (value := getattr(arguments, name)) < least:
+        if (value := getattr(arguments, name)) is not None and value < least:
             wrong.append(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
     if arguments.find_max_batch and arguments.only:
         wrong.append("--only names runs to compare; --find-max-batch has none")
+    if arguments.batch_step is not None and not arguments.find_max_batch:
+        wrong.append(f"--batch-step {arguments.batch_step} needs --find-max-batch; add it")
+    if arguments.iters is not None and arguments.find_max_batch:
+        wrong.append(
+            f"leave out --iters {arguments.iters}: --find-max-batch trains {TRY_ITERATIONS} "
+            "iterations each time"
+        )
+    elif arguments.iters is not None and arguments.training:
+        wrong.append(
+            f"leave out --iters {arguments.iters}: with flags of yours --train-iters says it"
+        )
+    script = arguments.training[0] if arguments.training else "--"
+    if not script.startswith("-") and not os.path.isfile(script):
+        wrong.append(
+            f"no pretraining script at {script!r}; give the path of one, or -- in its place for "
+            "the package's own"
+        )
     if len(set(arguments.dispatchers)) < 2:
         wrong.append(f"--dispatchers names {arguments.dispatchers[0]} twice; name another")
     if arguments.out.exists() and not arguments.out.is_dir():
@@ -162,25 +181,27 @@ def without(training: list[str], flag: str) -> list[str]:
 
 
 def default_training(out: Path, iters: int) -> list[str]:
-    """Flags of the quickstart's model, and its data in `out`."""
+    """Flags of the quickstart's model, on the data of `write_data`."""
+    sizes = quickstart.GPU_SIZES if torch.cuda.is_available() else quickstart.CPU_SIZES
+    return quickstart.training_flags(sizes, out / "data", iters)
+
+
+def write_data(out: Path) -> None:
+    """The quickstart's data, where `out` lacks it."""
     data = out / "data"
     if not (data / "train.idx").exists():
         texts, _ = quickstart.collect_text(None)
         data.mkdir(parents=True, exist_ok=True)
         quickstart.write_dataset(texts, data)
-    sizes = quickstart.GPU_SIZES if torch.cuda.is_available() else quickstart.CPU_SIZES
-    return quickstart.training_flags(sizes, data, iters)
 
 
 def run(training: list[str], processes: int, folder: Path, show: Callable[[str], None]) -> None:
     """Train in a fresh process, recording into `folder`, from its checkpoint on; raises Failed.
 
-    A folder without a checkpoint is emptied first.
+    A folder without a checkpoint is emptied first; `finished` has seen whose it is.
     """
-    checkpoint, mark = folder / "checkpoint", folder / "started.json"
-    flags = training
-    if (checkpoint / "latest_checkpointed_iteration.txt").exists():
-        same_run(mark, training, processes)
+    checkpoint, flags = folder / "checkpoint", training
+    if (folder / CHECKPOINT).exists():
         for flag in FIRST_START:
             flags = without(flags, flag)
         flags = [*flags, "--load", str(checkpoint)]
@@ -188,7 +209,7 @@ def run(training: list[str], processes: int, folder: Path, show: Callable[[str],
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        write_mark(mark, training, processes)
+        write_mark(folder / "started.json", training, processes)
     if saves(training):
         flags = [*flags, "--save", str(checkpoint)]
     command = [*launcher_command(processes), *flags]
@@ -213,34 +234,53 @@ def progress(name: str, iters: int) -> Callable[[str], None]:
     return show
 
 
+@contextmanager
+def results_of(folder: Path) -> Iterator[None]:
+    """Inside, exits where what a finished run has recorded is damaged."""
+    try:
+        yield
+    except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
+        sys.exit(
+            f"compare: cannot read steps.jsonl and rank*.json in {folder} ({error!r}); delete it"
+        )
+
+
 def read(folder: Path) -> dict:
-    """Steps and figures of a finished run."""
-    path = folder / "steps.jsonl"
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    steps = list({step["iteration"]: step for step in lines}.values())  # some twice, if resumed
-    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    first = ranks[0]
-    if len(steps) < 2:
-        sys.exit(f"compare: {folder} has less than two iterations: nothing to time, train longer")
-    timed = steps[TIMED_UNTIL:] if len(steps) > TIMED_UNTIL else steps[1:]
-    seconds = statistics.median(step["ms"] for step in timed if step["ms"] is not None) / 1e3
-    peaks = [rank["peak_bytes"] for rank in ranks if rank["peak_bytes"]]
-    held = next((rank for rank in ranks if rank["held_bytes_per_token"] is not None), first)
-    rows = [rank["rows_per_dispatch"] for rank in ranks if rank["rows_per_dispatch"]]
-    return {
-        "versions": first["versions"],
-        "iterations": [step["iteration"] for step in steps],
-        "losses": [step["loss"] for step in steps],
-        "grad_norms": [step["grad_norm"] for step in steps],
-        "ms_per_iteration": 1e3 * seconds,
-        "tokens_per_s": first["tokens_per_iteration"] / seconds,
-        "tflops_per_gpu": first["flops_per_iteration"] / seconds / 1e12 / first["world_size"],
-        "peak_bytes": max(peaks) if peaks else None,
-        "held_bytes_per_token": held["held_bytes_per_token"],
-        "layer": held["layer"],
-        "phase_ms": held["phase_ms"],
-        "rows_per_dispatch": statistics.mean(rows) if rows else None,
-    }
+    """Steps and figures of a finished run; times where it has iterations after TIMED_UNTIL."""
+    with results_of(folder):
+        path = folder / "steps.jsonl"
+        lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+        steps = list({step["iteration"]: step for step in lines}.values())  # some twice, if resumed
+        ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+        first = ranks[0]
+        if len(ranks) != first["world_size"]:
+            raise ValueError(f"{len(ranks)} of {first['world_size']} ranks")
+        if not steps:
+            sys.exit(
+                f"compare: {folder} has no iterations: train longer, or delete it if steps.jsonl "
+                "was lost"
+            )
+        times = [float(step["ms"]) for step in steps[TIMED_UNTIL:] if step["ms"] is not None]
+        seconds = statistics.median(times) / 1e3 if times else None
+        peaks = [rank["peak_bytes"] for rank in ranks if rank["peak_bytes"]]
+        held = next((rank for rank in ranks if rank["held_bytes_per_token"] is not None), first)
+        rows = [rank["rows_per_dispatch"] for rank in ranks if rank["rows_per_dispatch"]]
+        flops = first["flops_per_iteration"] / 1e12 / first["world_size"]
+        norms = [step["grad_norm"] for step in steps]
+        return {
+            "versions": first["versions"],
+            "iterations": [int(step["iteration"]) for step in steps],
+            "losses": [float(step["loss"]) for step in steps],
+            "grad_norms": [None if norm is None else float(norm) for norm in norms],
+            "ms_per_iteration": seconds and 1e3 * seconds,
+            "tokens_per_s": seconds and first["tokens_per_iteration"] / seconds,
+            "tflops_per_gpu": seconds and flops / seconds,
+            "peak_bytes": max(peaks) if peaks else None,
+            "held_bytes_per_token": held["held_bytes_per_token"],
+            "layer": held["layer"],
+            "phase_ms": held["phase_ms"],
+            "rows_per_dispatch": statistics.mean(rows) if rows else None,
+        }
 
 
 def write_mark(mark: Path, training: list[str], processes: int) -> None:
@@ -264,10 +304,12 @@ def same_run(mark: Path, training: list[str], processes: int) -> None:
 
 
 def finished(folder: Path, training: list[str], processes: int) -> bool:
-    """Whether `folder` holds this very run, complete; exits where it holds another."""
+    """Whether `folder` holds this very run, complete; exits where it holds or began another."""
     mark = folder / "finished.json"
     if mark.exists():
         same_run(mark, training, processes)
+    elif (folder / CHECKPOINT).exists():
+        same_run(folder / "started.json", training, processes)
     return mark.exists()
 
 
@@ -340,11 +382,13 @@ def table(report: dict) -> str:
         for name, run in zip(names[:2], runs, strict=False)
         if run["layer"]
     )
-    note = "Times on a CPU say nothing about a GPU.\n"
+    cpu = "Times on a CPU say nothing about a GPU.\n" if report["cpu"] else ""
+    timed = all(run["ms_per_iteration"] for run in runs)
+    short = "" if timed else f"Speed is taken after iteration {TIMED_UNTIL}: train longer.\n"
     return (
         f"{text}\n\nmean difference of the losses in the second half of the run: "
         f"{ours:.6f} between the dispatchers, {noise:.6f} between two seeds: "
-        f"{verdict} the noise\n{note if report['cpu'] else ''}{built}{said(report['versions'])}"
+        f"{verdict} the noise\n{cpu}{short}{built}{said(report['versions'])}"
     )
 
 
@@ -387,7 +431,7 @@ def said(versions: dict[str, str]) -> str:
 
 def compare(arguments: argparse.Namespace) -> None:
     out, (baseline, other) = arguments.out, arguments.dispatchers
-    training = arguments.training or default_training(out, arguments.iters)
+    training = arguments.training or default_training(out, arguments.iters or 60)
     seed = value_of(training, "--seed", 1234)
     iters = value_of(training, "--train-iters", 0)
     runs = {
@@ -396,6 +440,9 @@ def compare(arguments: argparse.Namespace) -> None:
         f"{baseline}, seed {seed + 1}": (baseline, seed + 1),
     }
     report = {"names": list(runs), "dispatchers": [baseline, other], "runs": {}}
+    # All that needs no training is read and checked before anything trains or is written.
+    estimated = estimate.totals(training, arguments.processes) or {}
+    to_train = {}
     for which, (name, (dispatcher, number)) in zip(RUNS, runs.items(), strict=True):
         if arguments.only and which not in arguments.only:
             continue
@@ -405,13 +452,23 @@ def compare(arguments: argparse.Namespace) -> None:
         command = [*training, *own, "--log-interval", "1"]
         if finished(folder, command, arguments.processes):
             print(f"{name}: finished before, in {folder}", flush=True)
+            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+            report["runs"][name] = read(folder)
         else:
-            print(f"{name}: training, all output in {folder / 'train.log'}", flush=True)
-            run(command, arguments.processes, folder, progress(name, iters))
-            write_mark(folder / "finished.json", command, arguments.processes)
+            to_train[name] = folder, command
+    if to_train and not arguments.training:
+        write_data(out)
+    # moeblaze, which refuses more than the others do, comes first, so that it does so in the first
+    # seconds. To parse the flags here would be no sooner: scripts have arguments of their own.
+    for name in sorted(to_train, key=lambda name: name != "moeblaze"):
+        folder, command = to_train[name]
+        print(f"{name}: training, all output in {folder / 'train.log'}", flush=True)
+        run(command, arguments.processes, folder, progress(name, iters))
+        write_mark(folder / "finished.json", command, arguments.processes)
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-        estimated = (estimate.totals(command, arguments.processes) or {}).get(dispatcher)
-        report["runs"][name] = read(folder) | {"estimated_bytes": estimated}
+        report["runs"][name] = read(folder)
+    for name, figures in report["runs"].items():
+        figures["estimated_bytes"] = estimated.get(runs[name][0])
     if len(report["runs"]) < len(runs):
         print(
             f"no report yet: the same command without --only, once {', '.join(runs)} are finished"
@@ -475,6 +532,8 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
             "memory, only slow"
         )
     training = arguments.training or default_training(arguments.out, TRY_ITERATIONS)
+    if not arguments.training:
+        write_data(arguments.out)
     starts = [likely(training, name, arguments.processes) for name in arguments.dispatchers]
     # The global batch follows the micro-batch then, one for each data-parallel rank; tries save
     # nothing.
@@ -506,12 +565,13 @@ def find_max_batch(arguments: argparse.Namespace) -> None:
                     result = False
                 write_mark(folder / "finished.json", command, arguments.processes)
             if result:
-                versions.update(json.loads((folder / "rank0.json").read_text())["versions"])
+                with results_of(folder):
+                    versions.update(json.loads((folder / "rank0.json").read_text())["versions"])
             outcome = "fits" if result else "out of memory"
             print(f"  {dispatcher:<10} micro-batch {batch:>5}: {outcome}", flush=True)
             return result
 
-        found[dispatcher] = largest(fits, round(share * start), arguments.batch_step)
+        found[dispatcher] = largest(fits, round(share * start), arguments.batch_step or 1)
         if alike:
             share = found[dispatcher] / start or share
     report = {"largest_micro_batch": found, "versions": versions}
@@ -527,8 +587,10 @@ def main(argv: list[str] | None = None) -> None:
         find_max_batch(arguments) if arguments.find_max_batch else compare(arguments)
     except BrokenPipeError:  # nobody reads on
         raise
-    except (Failed, OSError) as failure:
+    except Failed as failure:
         sys.exit(f"compare: {failure}")
+    except OSError as error:
+        sys.exit(f"compare: --out {arguments.out}: {error}; name a folder that can be written")
     except KeyboardInterrupt:
         sys.exit(
             textwrap.fill(

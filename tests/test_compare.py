@@ -28,8 +28,8 @@ def test_flags_are_read_and_taken_out():
 
 
 def test_options_end_where_the_training_command_begins():
-    arguments = compare.parse_arguments(["--out", "x", "script.py", "--out", "y", "--lr", "1"])
-    assert str(arguments.out) == "x" and arguments.training[:2] == ["script.py", "--out"]
+    arguments = compare.parse_arguments(["--out", "x", __file__, "--out", "y", "--lr", "1"])
+    assert str(arguments.out) == "x" and arguments.training[:2] == [__file__, "--out"]
     arguments = compare.parse_arguments(["--processes", "2", "--", "--lr", "1"])
     assert arguments.processes == 2 and arguments.training == ["--lr", "1"]
 
@@ -52,6 +52,10 @@ def test_flags_that_compare_sets_are_refused_together(capsys):
         (["--only", "noise", "--find-max-batch"], "--only names runs to compare"),
         (["--processes", "0"], "--processes must be 1 or more, got 0"),
         (["--processes", "0", "--iters", "2"], "1 or more, got 0; --iters must be 12 or more, got"),
+        (["--batch-step", "4"], "--batch-step 4 needs --find-max-batch"),
+        (["--iters", "20", "--", "--train-iters", "3"], "leave out --iters 20: with flags of"),
+        (["--iters", "20", "--find-max-batch"], "leave out --iters 20: --find-max-batch trains"),
+        (["/nope.py", "--num-layers", "2"], "no pretraining script at '/nope.py'; give the path"),
         (["--", "--save-interval", "5", "--no-save-rng"], "leave out --no-save-rng: with --save-"),
     ],
 )
@@ -76,7 +80,7 @@ def test_numbers_that_are_none_are_named(tmp_path, words, message):
 
 def test_folders_that_cannot_be_written_are_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match=r"compare: .*Not a directory: .*file/out"):
+    with pytest.raises(SystemExit, match=r"compare: --out .*/out: .*Not a directory.*; name a"):
         compare.main(["--out", str(tmp_path / "file" / "out"), "--", "--lr", "1"])
 
 
@@ -95,6 +99,83 @@ def test_marks_of_runs_are_checked(tmp_path):
         compare.same_run(tmp_path / "started.json", flags, 2)
 
 
+def fake_training(monkeypatch, iterations):
+    """Runs that train nothing and record `iterations` steps; the dispatchers that ran, in order."""
+    ran = []
+    rank = dict.fromkeys(("held_bytes_per_token", "layer", "rows_per_dispatch", "peak_bytes"))
+    rank |= {"versions": {"device": "CPU"}, "world_size": 1, "phase_ms": {}}
+    rank |= {"tokens_per_iteration": 1, "flops_per_iteration": 1}
+
+    def run(training, processes, folder, show):
+        ran.append(training[training.index("--moe-token-dispatcher-type") + 1])
+        folder.mkdir(parents=True)
+        steps = [{"iteration": i, "loss": len(ran), "grad_norm": 1.0, "ms": i} for i in iterations]
+        (folder / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        (folder / "rank0.json").write_text(json.dumps(rank))
+
+    monkeypatch.setattr(compare, "run", run)
+    return ran
+
+
+def test_moeblaze_trains_first_and_is_reported_second(monkeypatch, tmp_path):
+    ran = fake_training(monkeypatch, range(1, 9))
+    compare.main(["--out", str(tmp_path), "--", "--lr", "1"])
+    assert ran == ["moeblaze", "alltoall", "alltoall"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["names"] == ["alltoall", "moeblaze", "alltoall, seed 1235"]
+    assert report["runs"]["moeblaze"]["ms_per_iteration"] == 7.5  # of 7 and 8
+
+
+def test_what_the_estimate_refuses_is_refused_before_a_run(monkeypatch, tmp_path):
+    ran = fake_training(monkeypatch, range(1, 9))
+    with pytest.raises(SystemExit, match="--moe-router-topk is at most 32"):
+        sizes = ["--num-experts", "64", "--moe-router-topk", "33"]
+        compare.main(["--out", str(tmp_path), "--", *TINY, *sizes])
+    assert not ran and not list(tmp_path.iterdir())
+
+
+def test_few_iterations_have_no_speed(monkeypatch, tmp_path, capsys):
+    fake_training(monkeypatch, range(1, 7))
+    compare.main(["--out", str(tmp_path), "--", "--lr", "1"])
+    said = capsys.readouterr().out
+    assert "lm loss, last" in said and "ms per iteration" not in said
+    assert "Speed is taken after iteration 6: train longer" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("steps.jsonl", '{"iteration": 1, "lo\n{"iteration": 2}'),
+        ("steps.jsonl", '{"iteration": 1, "loss": "x", "grad_norm": 1, "ms": 1}'),
+        ("steps.jsonl", "[]"),
+        ("rank0.json", '{"versions"'),
+        ("rank0.json", "[]"),
+        ("rank0.json", None),
+        ("rank0.json", '{"world_size": 2}'),
+    ],
+)
+def test_damaged_results_are_named_before_a_run(monkeypatch, tmp_path, file, content):
+    ran = fake_training(monkeypatch, range(1, 9))
+    command = ["--out", str(tmp_path), "--", "--lr", "1"]
+    compare.main(["--only", "noise", *command])
+    path = tmp_path / "alltoall-seed1235" / file
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(SystemExit, match=r"cannot read .*rank.* in .*-seed1235 \(.*\); delete it"):
+        compare.main(command)
+    assert ran == ["alltoall"]
+
+
+@pytest.mark.parametrize("mark", ["finished.json", "started.json"])
+def test_other_runs_are_refused_before_data_is_written(tmp_path, mark):
+    folder = tmp_path / "alltoall-seed1234"
+    (folder / compare.CHECKPOINT).parent.mkdir(parents=True)
+    (folder / compare.CHECKPOINT).touch()
+    compare.write_mark(folder / mark, ["--lr", "1"], 1)
+    with pytest.raises(SystemExit, match="holds a run with other flags"):
+        compare.main(["--out", str(tmp_path), "--only", "baseline"])
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_checkpoints_outlast_what_fails_before_the_end(monkeypatch, tmp_path):
     def run(training, processes, folder, show):
         (folder / "checkpoint").mkdir(parents=True)
@@ -106,7 +187,7 @@ def test_checkpoints_outlast_what_fails_before_the_end(monkeypatch, tmp_path):
     monkeypatch.setattr(compare, "write_mark", no_space)
     with pytest.raises(SystemExit, match="No space left"):
         compare.main(["--out", str(tmp_path), "--", "--save-interval", "5"])
-    assert (tmp_path / "alltoall-seed1234" / "checkpoint").exists()
+    assert (tmp_path / "moeblaze-seed1234" / "checkpoint").exists()
 
 
 def test_the_recorder_says_what_it_is():
