@@ -42,16 +42,23 @@ def copied_wgrads():
 
 
 def check(case, device, dtype, **options):
-    ids, probs = routing(case, device)
-    tensors = operands(case, device, dtype)
-    got = run(layer_of(ids, case.activation, **options), tensors, probs)
-    exact = expected(case, tensors, ids, probs, torch.float64)
-    assert_as_close_as_torch(got, expected(case, tensors, ids, probs, dtype), exact)
-    counts = torch.bincount(ids[ids >= 0].long(), minlength=case.E)
-    for name in got:
-        if name.endswith(("weight", "bias")):
-            assert (got[name][counts == 0] == 0).all(), f"{name} of an expert without tokens"
-    return got
+    draws = []
+    for seed in range(case.draws):
+        ids, probs = routing(case, device, seed)
+        tensors = operands(case, device, dtype, seed)
+        got = run(layer_of(ids, case.activation, **options), tensors, probs)
+        eager, exact = (expected(case, tensors, ids, probs, to) for to in (dtype, torch.float64))
+        draws.append((got, eager, exact))
+        counts = torch.bincount(ids[ids >= 0].long(), minlength=case.E)
+        for name in got:
+            if name.endswith(("weight", "bias")):
+                assert (got[name][counts == 0] == 0).all(), f"{name} of an expert without tokens"
+    together = [
+        {name: torch.stack([result[name] for result in results]) for name in results[0]}
+        for results in zip(*draws, strict=True)
+    ]
+    assert_as_close_as_torch(*together)
+    return draws[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
